@@ -1,0 +1,215 @@
+"""The trained policy: model, fp32 masters, optimizer. `update(batch, loss)` is one optimiser step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from csrc_triton import linear_grpo_loss, linear_logprobs
+from csrc_triton.losses import TokenLoss
+from e3fast.config import TrainConfig
+from e3fast.model import output_head, packed_hidden
+from e3fast.objective import token_loss
+from e3fast.types import Batch, LossParams, MicroBatch, StepStats
+
+
+class Learner(Protocol):
+    """What the loop asks of a learner; several owners, nothing to inherit."""
+
+    num_ranks: int
+
+    def update(self, batch: Batch, loss: LossParams) -> StepStats: ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Totals:
+    """Sums over a step's tokens, fp64: metrics travel as (sum, count), never as means of means."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    entropy_tokens: int = 0
+    gap: float = 0.0
+    gap_max: float = 0.0
+    loss_tokens: int = 0
+    clipped: float = 0.0
+    ratio_max: float = 0.0
+    tokens: dict[str, int] = field(default_factory=lambda: {"trained": 0, "scored": 0})
+
+    def add(self, micro_batch: MicroBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, kind: str) -> None:
+        counted, asked = micro_batch.entropy_mask[rows], micro_batch.loss_mask[rows]
+        self.entropy += float(entropy[counted].double().sum())
+        self.entropy_tokens += int(counted.sum())
+        gap = (logprobs - micro_batch.rollout_logprobs[rows])[asked].abs().double()
+        self.gap += float(gap.sum())
+        self.gap_max = max(self.gap_max, float(gap.max()) if len(gap) else 0.0)
+        self.loss_tokens += len(gap)
+        self.tokens[kind] += micro_batch.num_tokens
+
+    def add_loss(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+        self.loss += float(loss)
+        self.clipped += float(metrics.get("clipped", 0.0))
+        self.ratio_max = max(self.ratio_max, float(metrics.get("ratio_max", 0.0)))
+
+    def stats(self, grad_norm: float, stepped: bool, num_classes: int) -> StepStats:
+        share = lambda total, count: total / count if count else math.nan  # noqa: E731
+        return StepStats(
+            loss=self.loss,
+            entropy=share(self.entropy, self.entropy_tokens),
+            entropy_tokens=self.entropy_tokens,
+            num_classes=num_classes,
+            grad_norm=grad_norm,
+            ratio_max=self.ratio_max,
+            clip_share=share(self.clipped, self.loss_tokens),
+            mismatch_mean=share(self.gap, self.loss_tokens),
+            mismatch_max=self.gap_max,
+            trained_tokens=self.tokens["trained"],
+            scored_tokens=self.tokens["scored"],
+            stepped=stepped,
+        )
+
+
+class LocalLearner:
+    """The learner of one process on one device.
+
+    With a bf16 model the optimizer works on fp32 masters: each micro-batch's gradients are added to the masters' in fp32 as
+    they appear, and after the step the masters are rounded into the model. An fp32 model is its own master.
+    """
+
+    num_ranks = 1
+
+    def __init__(self, model: Any, config: TrainConfig, device: torch.device) -> None:
+        self.model, self.config, self.device = model, config, device
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.own_masters = all(p.dtype == torch.float32 for p in self.params)
+        self.masters = self.params if self.own_masters else [p.detach().float().requires_grad_() for p in self.params]
+        if not self.own_masters:
+            for param, master in zip(self.params, self.masters, strict=True):
+                param.register_post_accumulate_grad_hook(move_gradient(master))
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+        self.steps_done = 0
+
+    def update(self, batch: Batch, loss: LossParams) -> StepStats:
+        """Forward and backward over all micro-batches, one clipped optimizer step. Without signal nothing changes."""
+        totals, formula = Totals(), token_loss(loss)
+        for micro_batch in batch.forward_only[0]:
+            self.score(to_device(micro_batch, self.device), totals)
+        for micro_batch in batch.micro_batches[0]:
+            self.backward(to_device(micro_batch, self.device), formula, totals)
+        grad_norm, stepped = self.step() if batch.micro_batches[0] else (0.0, False)
+        return totals.stats(grad_norm, stepped, output_head(self.model).weight.shape[0])
+
+    @torch.no_grad()
+    def score(self, micro_batch: MicroBatch, totals: Totals) -> None:
+        """Log-probs and entropy alone, for samples that add nothing to the gradient."""
+        rows = torch.nonzero(micro_batch.targets >= 0)[:, 0]
+        head = output_head(self.model)
+        out = linear_logprobs(
+            packed_hidden(self.model, micro_batch)[rows],
+            head.weight,
+            micro_batch.targets[rows],
+            bias=head.bias,
+            temperature=micro_batch.temperatures[rows],
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+            want_entropy=True,
+        )
+        assert out.entropy is not None
+        totals.add(micro_batch, rows, out.logprobs, out.entropy, "scored")
+
+    def backward(self, micro_batch: MicroBatch, formula: TokenLoss, totals: Totals) -> None:
+        rows = torch.nonzero(micro_batch.loss_weights)[:, 0]  # the head runs only where the loss asks
+        head = output_head(self.model)
+        out = linear_grpo_loss(
+            packed_hidden(self.model, micro_batch)[rows],
+            head.weight,
+            micro_batch.targets[rows],
+            {"advantages": micro_batch.advantages[rows]},
+            formula,
+            micro_batch.loss_weights[rows],
+            bias=head.bias,
+            temperature=micro_batch.temperatures[rows],
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+            want_entropy=True,
+        )
+        out.loss.backward()
+        assert out.entropy is not None
+        totals.add(micro_batch, rows, out.logprobs, out.entropy, "trained")
+        totals.add_loss(out.loss.detach(), out.metrics)
+
+    def step(self) -> tuple[float, bool]:
+        """Clip once by the global norm, step, round into the model. A gradient that is not finite is dropped, not applied."""
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.max_grad_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.publish()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps_done += 1
+        return norm, math.isfinite(norm)
+
+    @property
+    def learning_rate(self) -> float:
+        """Linear warm-up from 0, then constant."""
+        warm = self.config.warmup_steps
+        return self.config.learning_rate * (min(1.0, (self.steps_done + 1) / warm) if warm else 1.0)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if not self.own_masters:
+            for param, master in zip(self.params, self.masters, strict=True):
+                param.copy_(master)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter under its checkpoint name, in the compute type."""
+        yield from self.model.named_parameters()
+
+    def state(self) -> dict[str, Any]:
+        """Masters, optimizer and step count; tensors are the live ones."""
+        return {"masters": self.masters, "optimizer": self.optimizer.state_dict(), "steps_done": self.steps_done}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`. ValueError where it belongs to another model."""
+        shapes = [tuple(master.shape) for master in self.masters]
+        if [tuple(saved.shape) for saved in state["masters"]] != shapes:
+            raise ValueError("the checkpoint holds weights of other shapes: it belongs to another model")
+        for master, saved in zip(self.masters, state["masters"], strict=True):
+            master.copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps_done = state["steps_done"]
+        self.publish()
+
+
+def move_gradient(master: Tensor) -> Any:
+    """Hook that adds a parameter's fresh gradient to its master's in fp32 and frees it."""
+
+    def hook(param: Tensor) -> None:
+        assert param.grad is not None
+        if master.grad is None:
+            master.grad = param.grad.float()
+        else:
+            master.grad += param.grad
+        param.grad = None
+
+    return hook
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    if device.type == "cpu":
+        return micro_batch
+    fields = {name: getattr(micro_batch, name).to(device, non_blocking=True) for name in MicroBatch.__slots__}
+    return MicroBatch(**fields)

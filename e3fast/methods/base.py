@@ -1,0 +1,98 @@
+"""The seam for exploration methods: a base class of no-op hooks, in call order (METHODS.md 0.5).
+
+A method overrides the few hooks it means. Knobs are init fields; state is `field(init=False)` and is checkpointed as it
+stands, so no method writes checkpoint code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from e3fast.types import Group, LossParams, Prompt, Request, StepContext, StepStats
+
+if TYPE_CHECKING:
+    from e3fast.config import RunConfig
+
+
+@dataclass
+class Method:
+    """Plain GRPO: every hook does nothing."""
+
+    order: ClassVar[int] = 60
+    """Methods are called in run-file order, which must not decrease in `order`."""
+    owns: ClassVar[frozenset[str]] = frozenset()
+    """What this method alone may set: counts, temperature, draw, beta, rescue, selection, optimizer."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """What the trainer must supply: entropy, ..."""
+    max_rounds: ClassVar[int] = 1
+    """Rounds of rollouts in a step that this method may ask for."""
+
+    def start(self, config: RunConfig, num_prompts: int) -> list[str]:
+        """Check the knobs against the run and size the state. ValueError refuses the run; the list holds notes for the user."""
+        return []
+
+    def weigh(self, ctx: StepContext, prompts: Sequence[Prompt]) -> npt.NDArray[np.float64] | None:
+        """Weight of each prompt in the draw, >= 0; None = no opinion."""
+        return None
+
+    def plan(self, ctx: StepContext, requests: list[Request]) -> list[Request]:
+        """Set counts and temperatures of the requests about to be sampled."""
+        return requests
+
+    def retry(self, ctx: StepContext, groups: list[Group]) -> list[Request]:
+        """More requests, given the groups so far; asked once a round while rounds are left."""
+        return []
+
+    def regroup(self, ctx: StepContext, groups: list[Group]) -> list[Group]:
+        """Drop, merge or reshape groups before credit. Pure: it is also called as a preview."""
+        return groups
+
+    def tune(self, ctx: StepContext, loss: LossParams) -> LossParams:
+        """Change this step's loss; it starts from the run's own."""
+        return loss
+
+    def observe(self, ctx: StepContext, groups: list[Group], stats: StepStats) -> None:
+        """Learn from the step; the one hook that changes state."""
+
+    def report(self) -> dict[str, float]:
+        """State worth a line in the metrics."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Everything a resumed run needs, as values JSON can hold."""
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self) if not f.init}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`. ValueError if it is not this method's."""
+        names = [f.name for f in fields(self) if not f.init]
+        if sorted(state) != sorted(names):
+            raise ValueError(f"{type(self).__name__} has state {names}, the checkpoint holds {list(state)}")
+        for name, value in state.items():
+            old = getattr(self, name)
+            new = np.array(value, dtype=old.dtype) if isinstance(old, np.ndarray) else copy.deepcopy(value)
+            setattr(self, name, new)
+
+
+def plain(value: Any) -> Any:
+    """Arrays as lists; Python's float repr round-trips exactly through JSON."""
+    return value.tolist() if isinstance(value, np.ndarray) else copy.deepcopy(value)
+
+
+def check_methods(methods: Sequence[Method]) -> None:
+    """Refuse method lists whose order or ownership contradicts itself. ValueError says what to do."""
+    names = [type(m).__name__ for m in methods]
+    wanted = sorted(range(len(methods)), key=lambda i: methods[i].order)
+    if any(a.order > b.order for a, b in zip(methods, methods[1:], strict=False)):
+        raise ValueError(f"[[methods]] stand in the order {', '.join(names)}; write {', '.join(names[i] for i in wanted)}")
+    owner: dict[str, str] = {}
+    for name, method in zip(names, methods, strict=True):
+        for thing in sorted(method.owns):
+            if thing in owner:
+                raise ValueError(f"{owner[thing]} and {name} both set the {thing}: remove one")
+            owner[thing] = name

@@ -1,0 +1,98 @@
+"""A transformers causal language model with packed attention and an exposed head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from e3fast import attention
+from e3fast.config import ModelConfig
+from e3fast.demo_model import DEMO_MODELS, demo_checkpoint
+from e3fast.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The last linear layer: logits = softcap(scale (hidden weight' + bias))."""
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    logit_scale: float
+    softcap: float | None
+
+
+def load_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """Model (in eval mode: no dropout) and tokenizer of a hub id, a local folder or "demo:<name>".
+
+    ValueError with what to do where the model cannot be found, or has no chat template.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    attention.register()
+    name = str(demo_checkpoint(config.name)) if config.name.startswith("demo:") else config.name
+    trust = config.trust_remote_code
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation="e3fast", trust_remote_code=trust
+        )
+    except (OSError, ValueError) as error:
+        known = ", ".join(DEMO_MODELS)
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"cannot load model {config.name!r}: {first_line} Give a hub id, a folder with config.json, or one of {known}"
+        ) from None
+    if config.chat_template:
+        tokenizer.chat_template = read_template(config.chat_template)
+    model.to(device).eval()
+    output_head(model)  # refuses heads the loss cannot use, now rather than in step 1
+    return model, tokenizer
+
+
+def read_template(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"cannot read model.chat_template {path}: {error.strerror}") from None
+
+
+def output_head(model: Any) -> OutputHead:
+    """The model's head; ValueError if it is not one plain linear layer."""
+    layer = model.get_output_embeddings()
+    if type(layer) is not torch.nn.Linear:
+        kind = type(layer).__name__
+        raise ValueError(f"{type(model).__name__} has a head of type {kind}; the fused loss needs a plain torch.nn.Linear")
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return OutputHead(layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+def packed_hidden(model: Any, micro_batch: MicroBatch) -> Tensor:
+    """Last hidden states of every token of a packed row, (T, H); segments do not see each other (attention.py)."""
+    plan = attention.plan_attention(micro_batch.cu_seqlens, micro_batch.prefix_of)
+    # A 4-D mask goes through transformers untouched, so no (T, T) one is made; the plan holds what may be seen.
+    unused = micro_batch.token_ids.new_zeros(1, 1, 1, 1)
+    out = model.base_model(
+        input_ids=micro_batch.token_ids[None],
+        position_ids=micro_batch.position_ids[None],
+        attention_mask=unused,
+        use_cache=False,
+        plan=plan,
+    )
+    return out.last_hidden_state[0]
+
+
+def check_lengths(model: Any, max_prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse lengths beyond the model's positions before anything is sampled."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and max_prompt_tokens + max_new_tokens > positions:
+        raise ValueError(
+            f"data.max_prompt_tokens={max_prompt_tokens} + rollout.max_new_tokens={max_new_tokens} exceed the model's "
+            f"{positions} positions; lower one of them"
+        )

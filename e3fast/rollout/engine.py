@@ -1,0 +1,30 @@
+"""What the loop asks of an engine; several owners, nothing to inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from e3fast.types import Request, Rollout
+
+
+class Engine(Protocol):
+    policy_version: int
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Rollout]]:
+        """`num_rollouts` completions of each request, in order, at its own temperature, with their log-probabilities."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Sample from these weights from now on."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back memory while the learner works."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again."""
+        ...

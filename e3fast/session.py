@@ -1,0 +1,236 @@
+"""A run's parts, opened together and closed together: model, data, engine, learner, scorer, log, checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from e3fast import machine
+from e3fast.checkpoint import load_checkpoint, save_checkpoint
+from e3fast.config import RunConfig
+from e3fast.config_text import config_text
+from e3fast.evaluate import evaluate
+from e3fast.learner import LocalLearner
+from e3fast.methods import check_methods
+from e3fast.metrics import peak_gib
+from e3fast.model import check_lengths, load_policy
+from e3fast.progress import ProgressBar, summary_table
+from e3fast.prompts import LoadedPrompts, PromptPool, load_prompts, question_texts
+from e3fast.rewards import find_reward
+from e3fast.rewards.workers import RewardPool
+from e3fast.rollout.transformers import TransformersEngine
+from e3fast.runlog import RunLog, read_evals, read_metrics
+from e3fast.types import Group, Request, StepContext
+
+
+class Session:
+    """Everything a run holds while it lives. The step itself is in train.py."""
+
+    def __init__(self, config: RunConfig, scorer: RewardPool, log: RunLog) -> None:
+        self.config, self.scorer, self.log, self.folder = config, scorer, log, Path(config.output_dir)
+        device = machine.find_device()
+        dtype = machine.find_compute_dtype(config.model.compute_dtype, device)
+        self.model, self.tokenizer = load_policy(config.model, dtype, device)
+        check_lengths(self.model, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+        held_out, loaded = load_data(config, self.tokenizer)
+        self.held_out, self.pool = held_out, PromptPool(loaded.prompts, config.seed)
+        check_room(config, len(loaded.prompts))
+        self.learner = LocalLearner(self.model, config.train, device)
+        self.engine = TransformersEngine(self.model, self.tokenizer, config.rollout.max_sequences)
+        self.next_step, self.generated_tokens, self.seconds = 0, 0, 0.0
+        self.interrupted = False
+        notes = [f"{machine.describe()}; compute {str(dtype).removeprefix('torch.')}, {len(loaded.prompts)} prompts"]
+        notes += data_notes(loaded)
+        for method in config.methods:
+            notes += method.start(config, len(loaded.prompts))
+        if config.resume:
+            self.restore()
+        self.bar = ProgressBar(config.train.steps, self.next_step)
+        for note in notes:
+            self.bar.note(note)
+        self.started = time.perf_counter() - self.seconds
+
+    # -- the loop's view -----------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        limit = self.config.train.max_generated_tokens
+        spent = bool(limit) and self.generated_tokens >= limit
+        return self.interrupted or spent or self.next_step >= self.config.train.steps
+
+    def context(self) -> StepContext:
+        """A fresh context for the step that starts."""
+        config = self.config
+        ctx = StepContext(
+            seed=config.seed,
+            step=self.next_step,
+            max_steps=config.train.steps,
+            num_prompts=len(self.pool.prompts),
+            prompts_per_step=config.train.prompts_per_step,
+            rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+            visits=self.pool.visits,
+            need=config.train.prompts_per_step,
+            refill=lambda n: [],
+            regrouped=lambda groups: groups,
+        )
+        ctx.refill = lambda n: self.refill(ctx, n)
+        ctx.regrouped = lambda groups: self.regrouped(ctx, groups)
+        return ctx
+
+    def refill(self, ctx: StepContext, need: int) -> list[Request]:
+        from e3fast.train import draw  # the loop owns how prompts become requests
+
+        ctx.need = need
+        return draw(ctx, self.config, self.pool, self.config.methods, need)
+
+    def regrouped(self, ctx: StepContext, groups: list[Group]) -> list[Group]:
+        for method in self.config.methods:
+            groups = method.regroup(ctx, groups)
+        return groups
+
+    def end_step(self, metrics: dict[str, Any]) -> None:
+        """Count, log and show a step; save where it is due."""
+        self.next_step += 1
+        self.generated_tokens += int(metrics["generated_tokens"])
+        self.seconds = time.perf_counter() - self.started
+        reports = {f"{snake(method)}/{key}": value for method in self.config.methods for key, value in method.report().items()}
+        line = metrics | reports | {
+            "time": self.seconds,
+            "tokens_per_second": metrics["generated_tokens"] / sum(v for k, v in metrics.items() if k.startswith("seconds/")),
+            "total_generated_tokens": self.generated_tokens,
+            "learning_rate": self.learner.learning_rate,
+            "peak_gib": peak_gib(),
+            "entropy_target": reports.get("entropy_temperature/target"),
+        }  # fmt: skip
+        self.log.write_step(line)
+        self.bar.update(line)
+        every = self.config.train.save_every
+        if every and self.next_step % every == 0 and self.next_step < self.config.train.steps:
+            self.save()
+
+    def evaluate(self, step: int) -> None:
+        """Held-out pass@k, logged; nothing where evaluation is off."""
+        prompts = self.held_out.prompts[: self.config.eval.num_prompts]
+        if not prompts or not self.config.eval.num_prompts:
+            return
+        self.bar.note(f"evaluating {len(prompts)} held-out prompts, {self.config.eval.samples} completions each")
+        length, seed = self.config.rollout.max_new_tokens, self.config.seed
+        result = evaluate(self.engine, self.scorer, prompts, self.config.eval, length, seed)
+        self.log.write_eval({"step": step, **result})
+        shares = ", ".join(f"{key} {value:.1%}" for key, value in result.items() if key.startswith("pass@"))
+        self.bar.note(f"held out at step {step}: {shares} ({result['seconds']:.0f} s)")
+        self.started += result["seconds"]  # a run's time is its training time
+
+    # -- keeping -------------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        state = {
+            "next_step": self.next_step,
+            "generated_tokens": self.generated_tokens,
+            "seconds": self.seconds,
+            "pool": self.pool.state(),
+            "methods": [method.state() for method in self.config.methods],
+            "model": self.config.model.name,
+        }
+        save_checkpoint(self.folder / "checkpoint", self.model, self.tokenizer, self.learner.state(), state)
+
+    def restore(self) -> None:
+        """Go on from the run's checkpoint. ValueError where model or methods are not the ones it was made with."""
+        learner, state = load_checkpoint(self.folder / "checkpoint")
+        if state["model"] != self.config.model.name or len(state["methods"]) != len(self.config.methods):
+            raise ValueError(f"the checkpoint in {self.folder} was made with another model or other methods")
+        self.learner.load_state(learner)
+        self.pool.restore(state["pool"])
+        for method, saved in zip(self.config.methods, state["methods"], strict=True):
+            method.restore(saved)
+        self.next_step, self.generated_tokens = state["next_step"], state["generated_tokens"]
+        self.seconds = state["seconds"]
+        self.engine.policy_version = self.next_step
+        self.log.truncate_after(self.next_step)
+
+    def close_with(self, report: Path) -> None:
+        """The last words of a run: what it reached and where it is."""
+        self.bar.close()
+        evals, metrics = read_evals(self.folder), read_metrics(self.folder)
+        after = evals[-1] if len(evals) > 1 else None
+        self.bar.console.print(summary_table(evals[0] if evals else None, after, metrics))
+        self.bar.note(f"report: {report}")
+        self.bar.note(f"trained model: {self.folder / 'checkpoint' / 'model'}")
+        if self.interrupted:
+            self.bar.note(f"interrupted after step {self.next_step}: go on with --resume")
+
+
+@contextlib.contextmanager
+def open_session(config: RunConfig) -> Iterator[Session]:
+    """A session whose Ctrl-C ends the step under way and then the run; a second one ends it at once."""
+    check_methods(config.methods)
+    log = open_log(config)
+    with RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer:
+        session = Session(config, scorer, log)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if session.interrupted:
+                raise KeyboardInterrupt
+            session.interrupted = True
+            session.bar.note("interrupted: finishing this step, then saving (once more to stop at once)")
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield session
+        finally:
+            signal.signal(signal.SIGINT, before)
+            session.bar.close()
+
+
+def open_log(config: RunConfig) -> RunLog:
+    """The run's folder. A new run never writes over an old one's."""
+    folder = Path(config.output_dir)
+    if (folder / "metrics.jsonl").exists() and not config.resume:
+        raise ValueError(f"{folder} holds a run already: choose another --output-dir, delete it, or add --resume")
+    log = RunLog(folder)
+    (folder / "config.toml").write_text(config_text(dataclasses.replace(config, resume=False)))
+    (folder / "versions.json").write_text(json.dumps(machine.versions(), indent=1))
+    return log
+
+
+def load_data(config: RunConfig, tokenizer: Any) -> tuple[LoadedPrompts, LoadedPrompts]:
+    """Held-out prompts, and the training pool without them."""
+    data = config.data
+    if not data.train:
+        raise ValueError("no training data: add at least one [[data.train]] table with a source")
+    held_out = LoadedPrompts((), 0, 0, ())
+    if data.held_out and config.eval.num_prompts:
+        held_out = load_prompts(data.held_out, data, tokenizer, config.seed, role="held_out")
+    known = question_texts(held_out.prompts)
+    return held_out, load_prompts(data.train, data, tokenizer, config.seed, "train", known)
+
+
+def check_room(config: RunConfig, num_prompts: int) -> None:
+    batch, cap = config.train.prompts_per_step, config.train.tokens_per_micro_batch
+    if batch > num_prompts:
+        raise ValueError(f"train.prompts_per_step={batch} is more than the {num_prompts} prompts of the training pool")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > cap:
+        raise ValueError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} exceed train.tokens_per_micro_batch={cap}; "
+            "raise it or lower one of them"
+        )
+
+
+def data_notes(loaded: LoadedPrompts) -> list[str]:
+    counts = [
+        (loaded.num_too_long, "longer than data.max_prompt_tokens"),
+        (loaded.num_excluded, "that stand in the held-out set"),
+    ]
+    return [*loaded.notes, *(f"left out {n} prompts {why}" for n, why in counts if n)]
+
+
+def snake(method: Any) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(method).__name__).lstrip("_")

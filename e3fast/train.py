@@ -1,0 +1,140 @@
+"""The loop and the step, top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from e3fast.advantages import make_samples
+from e3fast.config import RunConfig
+from e3fast.evaluate import Scorer
+from e3fast.learner import Learner
+from e3fast.methods import Method
+from e3fast.metrics import StageClock, step_metrics
+from e3fast.objective import loss_weights
+from e3fast.packing import pack
+from e3fast.prompts import PromptPool
+from e3fast.report import write_report
+from e3fast.rollout.engine import Engine
+from e3fast.session import Session, open_session
+from e3fast.streams import stream_key
+from e3fast.types import Group, Prompt, Request, StepContext
+
+
+def train(config: RunConfig) -> bool:
+    """Run a whole training: evaluate, step, evaluate, report. True where Ctrl-C ended it early."""
+    with open_session(config) as session:
+        if session.next_step == 0:
+            session.evaluate(step=0)
+        while not session.finished:
+            metrics = train_step(
+                session.context(), config, session.pool, session.scorer, config.methods, session.learner, session.engine, session
+            )
+            session.end_step(metrics)
+        session.save()
+        if not session.interrupted:
+            session.evaluate(step=session.next_step)
+        session.close_with(write_report(session.folder))
+        return session.interrupted
+
+
+def train_step(
+    ctx: StepContext,
+    config: RunConfig,
+    pool: PromptPool,
+    scorer: Scorer,
+    methods: Sequence[Method],
+    learner: Learner,
+    engine: Engine,
+    session: Session,
+) -> dict[str, Any]:
+    """One step: plan, roll out, credit, pack, update, learn. Returns its metrics."""
+    clock = StageClock()
+
+    # 1. plan: which prompts, how many rollouts each, how hot
+    requests = draw(ctx, config, pool, methods, ctx.need)
+    for method in methods:
+        requests = method.plan(ctx, requests)
+
+    # 2. roll out and score; methods may ask for more, round by round
+    groups = roll_out(ctx, engine, scorer, requests, clock, first_id=0)
+    while asked := ask_again(ctx, methods, groups):
+        groups += roll_out(ctx, engine, scorer, asked, clock, first_id=len(groups))
+    kept = groups
+    for method in methods:
+        kept = method.regroup(ctx, kept)
+
+    # 3. credit, loss, packing
+    with clock("pack"):
+        samples = make_samples(kept, config.train.advantage)
+        loss = config.loss
+        for method in methods:
+            loss = method.tune(ctx, loss)
+        weights = loss_weights(samples, loss, config.rollout.max_new_tokens)
+        cap, sharing = config.train.tokens_per_micro_batch, config.train.share_prompts
+        batch = pack(samples, weights, cap, learner.num_ranks, sharing=sharing)
+
+    # 4. update
+    with clock("update"):
+        stats = learner.update(batch, loss)
+
+    # 5. hand the new weights over; let the methods learn from the step
+    with clock("sync"):
+        engine.load_weights(learner.weights(), policy_version=ctx.step + 1)
+    for method in methods:
+        method.observe(ctx, kept, stats)
+    session.log.write_rollouts(ctx.step, groups)
+    seconds = {f"seconds/{stage}": spent for stage, spent in clock.take().items()}
+    return step_metrics(ctx, groups, batch, stats) | seconds
+
+
+def draw(ctx: StepContext, config: RunConfig, pool: PromptPool, methods: Sequence[Method], need: int) -> list[Request]:
+    """Prompts from the pool as requests of kind "first", this step's own excluded."""
+    opinions = [(type(method).__name__, method.weigh(ctx, pool.prompts)) for method in methods]
+    refill = ctx.round if ctx.round else None
+    prompts = pool.draw(need, opinions, ctx.step, frozenset(ctx.rows.values()), refill)
+    ctx.visits = pool.visits
+    ctx.rows |= {prompt.id: prompt.row for prompt in prompts}
+    return [new_request(ctx, config, prompt) for prompt in prompts]
+
+
+def new_request(ctx: StepContext, config: RunConfig, prompt: Prompt) -> Request:
+    rollout = config.rollout
+    seed = stream_key(config.seed, "rollout", ctx.step, ctx.round, prompt.id)
+    return Request(prompt, rollout.rollouts_per_prompt, rollout.temperature, rollout.max_new_tokens, seed)
+
+
+def roll_out(
+    ctx: StepContext, engine: Engine, scorer: Scorer, requests: list[Request], clock: StageClock, first_id: int
+) -> list[Group]:
+    """Sample and score one round; counts it, and the clean successes of first requests."""
+    with clock("generate"):
+        rollouts = engine.generate(requests)
+    with clock("reward"):
+        flat = [rollout for own in rollouts for rollout in own]
+        scores = iter(scorer.score([(rollout.request.prompt, rollout) for rollout in flat]))
+    groups = [
+        Group(first_id + i, request, tuple(own), tuple(next(scores) for _ in own))
+        for i, (request, own) in enumerate(zip(requests, rollouts, strict=True))
+    ]
+    ctx.round += 1
+    for group in groups:
+        if group.request.kind == "first":
+            judged, correct = group.counts
+            before = ctx.clean.get(group.prompt.id, (0, 0))
+            ctx.clean[group.prompt.id] = (before[0] + judged, before[1] + correct)
+    return groups
+
+
+def ask_again(ctx: StepContext, methods: Sequence[Method], groups: list[Group]) -> list[Request]:
+    """What the methods want beside the groups so far; new prompts among it pass through every plan."""
+    if ctx.round >= max((method.max_rounds for method in methods), default=1):
+        return []
+    asked: list[Request] = []
+    for method in methods:
+        ctx.pending = len(asked)
+        asked += method.retry(ctx, groups)
+    new = [request for request in asked if request.kind == "first"]
+    for method in methods:
+        new = method.plan(ctx, new)
+    return new + [request for request in asked if request.kind != "first"]

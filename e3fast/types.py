@@ -1,0 +1,261 @@
+"""The records that travel through a step: frozen, slotted, whole when made.
+
+Each stage makes the next record (ARCHITECTURE.md section 4). Shapes: L tokens of one sample (prompt + completion),
+T tokens of one micro-batch, N segments of one micro-batch. Log-probabilities and entropies are in nats.
+This module imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Verdict = Literal["correct", "truncated", "unparsable", "wrong", "failed"]
+VERDICTS: tuple[Verdict, ...] = ("correct", "truncated", "unparsable", "wrong", "failed")
+FinishReason = Literal["stop", "length"]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question of the data set. `id` is stable and unique; `row` counts 0..N_D-1 and indexes per-prompt state."""
+
+    id: str
+    row: int
+    token_ids: tuple[int, ...]
+    messages: tuple[dict[str, str], ...]
+    answer: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """An order to the engine: `num_rollouts` completions of one prompt at one temperature. Makes one group."""
+
+    prompt: Prompt
+    num_rollouts: int
+    temperature: float
+    max_new_tokens: int
+    seed: int  # 64-bit key of the request's random stream
+    kind: Literal["first", "extra"] = "first"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion. `token_ids` come from the engine and are never re-encoded; `text` serves rewards only."""
+
+    request: Request
+    token_ids: tuple[int, ...]  # the completion, end-of-sequence token included when there is one
+    text: str
+    rollout_logprobs: tuple[float, ...]  # the engine's, at its temperature, one a completion token
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward says of a rollout: the value to learn from, and one of five verdicts that are never merged."""
+
+    value: float
+    verdict: Verdict
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+Reward = Callable[[Prompt, Rollout], Score]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one request with their scores. `stats_rewards`, if set, give mean and deviation instead of its own."""
+
+    id: int
+    request: Request
+    rollouts: tuple[Rollout, ...]
+    scores: tuple[Score, ...]
+    stats_rewards: tuple[float, ...] | None = None
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.request.prompt
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(n, c): rollouts with a verdict, and the correct ones among them."""
+        verdicts = [score.verdict for score in self.scores]
+        return len(verdicts) - verdicts.count("failed"), verdicts.count("correct")
+
+    @property
+    def pass_rate(self) -> float | None:
+        """Correct over judged rollouts; None where every rollout failed."""
+        judged, correct = self.counts
+        return correct / judged if judged else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout as training data. Entry t of each array belongs to token t; prompt tokens have mask 0."""
+
+    group: int
+    prompt_id: str
+    num_prompt_tokens: int
+    token_ids: IntArray  # (L,)
+    loss_mask: BoolArray  # (L,)
+    entropy_mask: BoolArray  # (L,) tokens that count in the step's entropy
+    advantages: FloatArray  # (L,)
+    rollout_logprobs: FloatArray  # (L,)
+    temperatures: FloatArray  # (L,)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any loss token has a non-zero advantage."""
+        return bool(self.advantages[self.loss_mask].any())
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Segments laid end to end. Entry t holds the data of `targets[t]`, the token that position t predicts.
+
+    A segment is a whole sample, the shared prefix of some samples, or one sample's suffix behind such a prefix.
+    """
+
+    token_ids: torch.Tensor  # (T,) int64
+    targets: torch.Tensor  # (T,) int64, -100 where a segment ends or nothing is asked
+    position_ids: torch.Tensor  # (T,) int64
+    loss_mask: torch.Tensor  # (T,) bool
+    loss_weights: torch.Tensor  # (T,) fp32: mask times the global normaliser
+    entropy_mask: torch.Tensor  # (T,) bool
+    advantages: torch.Tensor  # (T,) fp32
+    rollout_logprobs: torch.Tensor  # (T,) fp32
+    temperatures: torch.Tensor  # (T,) fp32
+    cu_seqlens: torch.Tensor  # (N+1,) int64, from 0 to T
+    prefix_of: torch.Tensor  # (N,) int64: segment that holds this one's prefix, -1 for none
+    sample_of: torch.Tensor  # (N,) int64: index of the sample, -1 for a prefix or filler
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class PackingPlan:
+    """Where every sample goes: `bins[rank][slot]` lists fragments, each a tuple of sample indices behind one prefix."""
+
+    num_ranks: int
+    cap: int
+    bins: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    num_tokens: int  # laid out, prefixes once a fragment, filler included
+    num_unshared_tokens: int  # what the same samples would take without prompt sharing
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.bins[0]) if self.bins else 0
+
+    @property
+    def fill(self) -> float:
+        """Share of the laid-out capacity that holds tokens."""
+        room = self.num_ranks * self.num_slots * self.cap
+        return self.num_tokens / room if room else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One optimiser step for all ranks. `micro_batches[rank][slot]`: the same number of slots on every rank.
+
+    Samples without signal add nothing to the gradient: they stand in `forward_only`, for their entropy alone.
+    """
+
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    forward_only: tuple[tuple[MicroBatch, ...], ...]
+    num_loss_tokens: int  # over all ranks, as are the next two
+    num_sequences: int
+    num_groups: int
+    plan: PackingPlan
+    forward_plan: PackingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LossParams:
+    """The loss of one step. A run's own values are the start of each step's `tune`."""
+
+    aggregation: Literal["token", "sequence", "group", "constant"] = "token"
+    """How token losses are summed: mean over tokens (DAPO), sequences (GRPO), prompts, or over a constant length (Dr. GRPO)."""
+    group_weight: Literal["token", "prompt"] = "token"
+    """With aggregation "token": every token weighs the same, or every prompt does (weight mean group size / group size)."""
+    clip_low: float = 0.2
+    """Lower clip of the ratio to the policy that sampled, as 1 - clip_low. It acts once that ratio leaves 1."""
+    clip_high: float = 0.2
+    """Upper clip of the ratio, as 1 + clip_high."""
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("loss.aggregation", self.aggregation, ("token", "sequence", "group", "constant")),
+            ("loss.group_weight", self.group_weight, ("token", "prompt")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        for name, clip, high in (("clip_low", self.clip_low, 1.0), ("clip_high", self.clip_high, float("inf"))):
+            if not 0 < clip <= high:
+                raise ValueError(f"loss.{name} must be in (0, {high}], got {clip}")
+        if self.group_weight == "prompt" and self.aggregation != "token":
+            raise ValueError(f"loss.group_weight 'prompt' needs loss.aggregation 'token', got {self.aggregation!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What the learner measured while it updated."""
+
+    loss: float
+    entropy: float  # nats per token over the entropy mask, at the tokens' own temperatures; nan without tokens
+    entropy_tokens: int
+    num_classes: int  # V, the width of the logits that entropy is over
+    grad_norm: float
+    ratio_max: float
+    clip_share: float
+    mismatch_mean: float  # mean |policy - engine| log-prob over loss tokens, before the update
+    mismatch_max: float
+    trained_tokens: int  # laid out in micro-batches with a backward pass
+    scored_tokens: int  # laid out in forward-only micro-batches
+    stepped: bool  # False where no sample had signal and nothing changed
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What methods may know of the step under way. The one record that is written as the step goes on, by the trainer only.
+
+    A clean count (n, c) of a prompt: judged and correct rollouts of its first requests this step (METHODS.md 0.3). Every
+    difficulty statistic reads `clean` and nothing else.
+    """
+
+    seed: int
+    step: int  # 0-based
+    max_steps: int
+    num_prompts: int  # N_D, the pool's size
+    prompts_per_step: int
+    rollouts_per_prompt: int
+    visits: int  # prompts drawn so far, this step's included
+    need: int  # prompts asked of the pool in the draw under way
+    refill: Callable[[int], list[Request]]  # n new prompts of kind "first", this step's excluded
+    regrouped: Callable[[list[Group]], list[Group]]  # preview of every regroup hook
+    round: int = 0
+    pending: int = 0  # requests that methods before this one asked for in this round
+    clean: dict[str, tuple[int, int]] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)  # prompt id -> row, for the prompts of `clean`
+
+    @property
+    def clean_accuracy(self) -> float | None:
+        """Mean over the step's prompts of c/n; None where no rollout was judged."""
+        rates = [correct / judged for judged, correct in self.clean.values() if judged]
+        return sum(rates) / len(rates) if rates else None
