@@ -44,6 +44,11 @@ def chunk_rows(device: torch.device, weight: Tensor, dtype: torch.dtype, max_ext
     return max(64, rows // 16 * 16)
 
 
+def chunks(rows: Tensor, num_rows: int) -> tuple[Tensor, ...]:
+    """Row indices in chunks of `num_rows`; none at all for no rows."""
+    return rows.split(num_rows) if rows.numel() else ()
+
+
 def row_temperatures(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Temperature of each row, (T,)."""
     if isinstance(temperature, Tensor):

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from csrc_triton.launch import check_head, check_targets, chunk_rows, compute_dtype, row_temperatures, under_autocast
+from csrc_triton.launch import (
+    check_head,
+    check_targets,
+    chunk_rows,
+    chunks,
+    compute_dtype,
+    row_temperatures,
+    under_autocast,
+)
 from csrc_triton.logprobs import make_head
 from csrc_triton.losses import TokenLoss
 from csrc_triton.rows import HeadGrads, head_backward, head_logits, row_dz, row_stats
@@ -76,7 +84,7 @@ class LinearGrpoLoss(torch.autograd.Function):
         entropy = torch.zeros_like(logprobs) if job.want_entropy else None
         loss, num_live = logprobs.new_zeros(()), torch.zeros((), dtype=torch.int64, device=hidden.device)
         live_rows = torch.nonzero(job.weights != 0)[:, 0]
-        for rows in live_rows.split(job.num_chunk_rows):
+        for rows in chunks(live_rows, job.num_chunk_rows):
             x, tau, y = hidden[rows].to(dtype), job.temperature[rows], job.targets[rows]
             z = head_logits(x, head, tau)
             stats = row_stats(z, y, None, entropy_over="vocab", want_entropy=job.want_entropy, want_sum_sq=False)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from csrc_triton.launch import check_head, check_targets, chunk_rows, compute_dtype, row_temperatures, under_autocast
+from csrc_triton.launch import (
+    check_head,
+    check_targets,
+    chunk_rows,
+    chunks,
+    compute_dtype,
+    row_temperatures,
+    under_autocast,
+)
 from csrc_triton.rows import Head, HeadGrads, head_backward, head_logits, kept_rows, row_dz, row_stats
 
 
@@ -58,7 +66,7 @@ class LinearLogProbs(torch.autograd.Function):
         head = make_head(weight, bias, job.logit_scale, job.softcap, dtype)
         new = lambda wanted: hidden.new_zeros(hidden.shape[0], dtype=dtype) if wanted else None  # noqa: E731
         logprobs, lse, entropy, sum_sq = new(True), new(True), new(job.want_entropy), new(job.want_sum_sq)
-        for rows in job.rows.split(job.num_chunk_rows):
+        for rows in chunks(job.rows, job.num_chunk_rows):
             _, stats = chunk_stats(rows, hidden[rows].to(dtype), head, job)
             for out, value in ((logprobs, stats.logprobs), (lse, stats.lse), (entropy, stats.entropy), (sum_sq, stats.sum_sq)):
                 if out is not None:
@@ -80,7 +88,7 @@ class LinearLogProbs(torch.autograd.Function):
         db = torch.zeros_like(bias, dtype=dtype) if bias is not None and ctx.needs_input_grad[2] else None
         upstream = [grad.to(dtype) if grad is not None else None for grad in (a, b, g)]
         live = sum((grad[job.rows] != 0 for grad in upstream if grad is not None), start=torch.zeros_like(job.rows))
-        for rows in job.rows[live > 0].split(job.num_chunk_rows):
+        for rows in chunks(job.rows[live > 0], job.num_chunk_rows):
             x = hidden[rows].to(dtype)
             z, stats = chunk_stats(rows, x, head, job)
             dz, target = row_dz(stats, job.targets[rows], *(grad[rows] if grad is not None else None for grad in upstream))

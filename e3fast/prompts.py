@@ -43,8 +43,8 @@ def load_prompts(
     """All prompts of `sources`, without those whose text stands in `exclude` (see `question_texts`).
 
     `role`, "train" or "held_out", gives the gym tasks of each set a seed of their own. A prompt's id is its source and
-    row, never its text: a file may hold a question twice, and each copy is a prompt. A gym task repeats itself by chance,
-    so there each question is taken once. ValueError says what is wrong with a source.
+    row, never its text: a file may hold a question twice, and each copy is a prompt. A gym task repeats itself by
+    chance, so there each question is taken once. ValueError says what is wrong with a source.
     """
     if not sources:
         raise ValueError(f'data.{role} names no source: add one, like {{ source = "gym:chain_sum", count = 1000 }}')
@@ -80,7 +80,9 @@ class Loader:
             messages = arrange(row.messages, self.data)
             token_ids = self.encode(messages, name, row)
             text = question_text(messages)
-            if text in self.exclude:
+            if not row.answer:
+                left_out["unanswered"] += 1
+            elif text in self.exclude:
                 left_out["excluded"] += 1
             elif is_gym(source) and text in seen:
                 left_out["repeated"] += 1
@@ -111,6 +113,7 @@ class Loader:
         if not num_rows:
             raise ValueError(f"{name} has no rows")
         reasons = {
+            "unanswered": f"{left_out['unanswered']} without an answer",
             "too long": f"{left_out['too long']} longer than data.max_prompt_tokens={self.data.max_prompt_tokens}",
             "excluded": f"{left_out['excluded']} in the held-out set",
             "repeated": f"{left_out['repeated']} repeated",
@@ -149,8 +152,8 @@ class PromptPool:
     """Draws the prompts of each step (METHODS.md 0.5). A draw depends on the seed and on `state()` alone.
 
     Without weights the pool is walked in passes, pass i in the order of the uniforms of stream seed/shuffle/i, each
-    pass joined to the next. No row comes twice in a step: where a joint (or `exclude_rows`) would repeat one, the walk steps
-    over it and does not come back to it in that pass. With weights, prompts are drawn without replacement by the
+    pass joined to the next. No row comes twice in a step: where a joint (or `exclude_rows`) would repeat one, the walk
+    steps over it and does not come back to it in that pass. With weights, prompts are drawn without replacement by the
     Gumbel rule, and the walk stays where it is.
     """
 

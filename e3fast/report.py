@@ -13,7 +13,7 @@ from typing import Any
 
 from e3fast.report_parts import cards, details, header, plot_boxes, problem_list, samples, sources, text, whole
 from e3fast.report_plots import Plot, all_plots
-from e3fast.runlog import file_step, read_evals, read_metrics, read_rollouts, replace_file, rollout_files
+from e3fast.runlog import read_evals, read_metrics, read_rollouts, replace_file
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 DRAW = """
@@ -41,13 +41,14 @@ def make_page(path: Path) -> str:
     config = read_table(path / "config.toml", tomllib.loads, problems)
     versions = read_table(path / "versions.json", json.loads, problems)
     visits = read_rollouts(path, ["step", "prompt_id", "verdict", "kind"], problems=problems)
-    kept = [file_step(file) for file in rollout_files(path)]
+    kept = sorted(set(visits["step"].to_pylist()))
     shown = [read_rollouts(path, steps=[step]) for step in dict.fromkeys([*kept[:1], *kept[-1:]])]
     problems += [] if metrics else ["metrics.jsonl: no step"]
     problems += [] if evals else ["eval.jsonl: no evaluation"]
     problems += [] if visits.num_rows else ["rollouts: none"]
     rollout = config.get("rollout") or {}
     plots = all_plots(metrics, evals, visits, whole(rollout, "rollouts_per_prompt"), whole(rollout, "max_new_tokens"))
+    footer = "Written by e3fast. Rollouts that failed count in no pass rate; a first or last tenth is of the steps."
     body = [
         header(path, metrics, config, versions),
         '<main class="page">',
@@ -58,7 +59,7 @@ def make_page(path: Path) -> str:
         samples(shown),
         details("Configuration", config and (path / "config.toml").read_text(errors="replace")),
         details("Versions and machine", versions and json.dumps(versions, indent=2)),
-        "<footer>Written by e3fast. Rollouts that failed count in no pass rate; a first or last tenth is of the steps.</footer></main>",
+        f"<footer>{footer}</footer></main>",
     ]
     return html_page(path, "\n".join(body), plots)
 
@@ -81,7 +82,7 @@ def html_page(path: Path, body: str, plots: Sequence[Plot]) -> str:
 
 def script_json(value: Any) -> str:
     """JSON that cannot end the script block it stands in."""
-    return json.dumps(value).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return json.dumps(value, allow_nan=False).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def read_table(path: Path, parse: Any, problems: list[str]) -> dict[str, Any]:

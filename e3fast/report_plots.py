@@ -22,6 +22,8 @@ INK, GRID, PALE, PURPLE = "#1f2933", "#e8ecf1", "#a3c8e0", "#6b4fa0"
 VERDICT_COLORS = {"correct": GREEN, "truncated": ORANGE, "unparsable": PINK, "wrong": RED, "failed": GREY}
 STAGE_COLORS = {"generate": BLUE, "reward": ORANGE, "pack": PINK, "update": GREEN, "sync": SKY, "other": GREY}
 DIFFICULTY_COLORS = ("#7f2704", "#d94801", "#fd8d3c", "#6baed6", "#08519c")  # hardest fifth of the prompts first
+AXIS = {"gridcolor": GRID, "zeroline": False}
+SMALL = {"size": 11}
 MOST_BARS = 120
 
 Rows = Sequence[dict[str, Any]]
@@ -88,7 +90,7 @@ def temperature(metrics: Rows) -> Plot | None:
     known = [value for value in values if value is not None]
     middle, reach = (max(known) + min(known)) / 2 if known else 1.0, (max(known) - min(known)) * 0.6 if known else 0.0
     span = [middle - max(reach, 0.05), middle + max(reach, 0.05)]  # a constant is drawn as one, not as its rounding
-    data = [line("temperature", steps(metrics), values, RED)]
+    data = [line("temperature", steps(metrics), values, PURPLE)]
     return plot("Temperature", "Mean over the step's rollouts.", data, "sampling temperature", range=span)
 
 
@@ -142,10 +144,11 @@ def budget(rollouts: pa.Table, base_group: int | None) -> list[Plot]:
     overall = {"type": "bar", "x": x, "y": y, "marker": {"color": colors}, "hovertemplate": "%{y:.2f}<extra></extra>"}
     if base_group:
         base = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": base_group, "y1": base_group}
-        shapes = [base | {"line": {"color": GREY, "dash": "dash", "width": 1.5}}]
+        note = {"text": "configured", "textposition": "end", "font": {"color": GREY}}
+        shapes = [base | {"line": {"color": GREY, "dash": "dash", "width": 1.5}, "label": note}]
     else:
         shapes = []
-    caption = "Mean rollouts per visit; fifths of the prompts by their pass rate in this run. Dashed: the base."
+    caption = "Mean rollouts per visit, by fifths of the prompts in order of their pass rate in this run."
     axis = {"title": {"text": "pass rate of the prompts"}, "showgrid": False, "tickangle": 0}
     first = plot("Budget by difficulty", caption, [overall], "rollouts / prompt", xaxis=axis, shapes=shapes)
     lines = [budget_line(step[fifth == i], size[fifth == i], i, step) for i in range(5) if labels[i]]
@@ -165,26 +168,30 @@ def budget_line(at: IntArray, size: IntArray, fifth: int, all_steps: IntArray) -
 
 
 def visits_by_difficulty(rollouts: pa.Table) -> tuple[IntArray, IntArray, IntArray, list[str]]:
-    """Of each visit (step, prompt): its step, the prompt's fifth (0 hardest) and its group size; and the fifths' labels.
+    """Step, prompt's fifth (0 hardest) and group size of each visit (step, prompt); and the fifths' labels.
 
-    Fifths hold equally many prompts; of equal pass rates the prompt met first counts as harder. Only first requests count.
+    First requests only; a prompt that was never judged is left out. Fifths hold equally many prompts: of equal pass
+    rates, the prompt met first is the harder.
     """
     first = np.asarray(rollouts["kind"].to_pylist(), dtype=object) == "first"
     verdict = np.asarray(rollouts["verdict"].to_pylist(), dtype=object)[first]
     prompt = rollouts["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()[first]
-    num_prompts = int(prompt.max(initial=-1)) + 1
+    num_prompts = int(prompt.max(initial=0)) + 1
     judged = np.bincount(prompt, verdict != "failed", num_prompts)
     rates = np.bincount(prompt, verdict == "correct", num_prompts) / np.maximum(judged, 1)
-    fifths = np.empty(num_prompts, dtype=np.int64)
-    fifths[np.argsort(rates, kind="stable")] = np.arange(num_prompts) * 5 // max(num_prompts, 1)
+    known = np.flatnonzero(judged)
+    order = known[np.argsort(rates[known], kind="stable")]
+    fifths = np.full(num_prompts, -1)
+    fifths[order] = np.arange(len(order)) * 5 // max(len(order), 1)
     visits, sizes = np.unique(rollouts["step"].to_numpy()[first] * num_prompts + prompt, return_counts=True)
-    labels = [range_label(rates[fifths == i].tolist()) for i in range(5)]
-    step, of = np.divmod(visits, max(num_prompts, 1))
-    return step, fifths[of], sizes, labels
+    step, visited = np.divmod(visits, num_prompts)
+    kept = fifths[visited] >= 0
+    return step[kept], fifths[visited][kept], sizes[kept], [range_label(rates[fifths == i].tolist()) for i in range(5)]
 
 
 def range_label(rates: list[float]) -> str:
-    return f"{100 * min(rates):.0f}-{max(rates):.0%}" if rates else ""
+    ends = [f"{100 * rate:.0f}" for rate in (min(rates), max(rates))] if rates else []
+    return "-".join(dict.fromkeys(ends)) + "%" if ends else ""
 
 
 def steps(rows: Rows) -> list[float]:
@@ -225,12 +232,12 @@ def plot(
     if not any(value is not None for trace in data for value in trace["y"]):
         return None
     layout = {
-        "xaxis": axes.pop("xaxis", {"title": {"text": "step"}, "gridcolor": GRID, "zeroline": False}),
+        "xaxis": axes.pop("xaxis", {"title": {"text": "step"}, **AXIS}),
         "shapes": axes.pop("shapes", []),
-        "yaxis": {"title": {"text": unit}, "gridcolor": GRID, "zeroline": False, "automargin": True, "ticklabelstandoff": 6, **axes},
+        "yaxis": {"title": {"text": unit, "standoff": 10}, **AXIS, "automargin": True, "ticklabelstandoff": 6, **axes},
         "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": INK},
         "margin": {"l": 60, "r": 12, "t": 30, "b": 44},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal", "font": SMALL},
         "showlegend": len(data) > 1,
         "hovermode": "x unified",
         "barmode": "stack",

@@ -24,7 +24,7 @@ GYM_TRIES = 8  # entries generated for each one asked for, before a task that re
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One question as the source has it. `index` counts the source's rows from 0."""
+    """One question as the source has it. `index` counts the source's rows from 0; `answer` is empty where none is."""
 
     index: int
     messages: tuple[dict[str, str], ...]
@@ -48,7 +48,7 @@ def read_rows(source: SourceConfig, gym_seed: int) -> Iterator[Row]:
     elif source.source.endswith(".parquet"):
         records = parquet_records(existing(source.source))
     else:
-        raise ValueError(f"unknown data source {source.source!r}: write gym:<task>, hub:<id>, or a .jsonl or .parquet file")
+        raise ValueError(f"unknown data source {source.source!r}: write gym:<task>, hub:<id>, or a .jsonl or .parquet")
     return (table_row(i, place, record, source) for i, (place, record) in enumerate(records))
 
 
@@ -102,9 +102,11 @@ def hub_records(source: SourceConfig) -> Iterator[tuple[str, Record]]:
 def table_row(index: int, place: str, record: Record, source: SourceConfig) -> Row:
     prompt = plain(cell(record, source.prompt_column, "prompt_column", place))
     answer = plain(cell(record, source.answer_column, "answer_column", place))
+    if answer is None:
+        answer = ""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"{place}: the answer ({source.answer_column}) must be a text or a number, got {answer!r}")
-    return Row(index, chat(prompt, f"{place}: the prompt ({source.prompt_column})"), str(answer))
+    return Row(index, chat(prompt, f"{place}: the prompt ({source.prompt_column})"), str(answer).strip())
 
 
 def cell(record: Record, column: str, knob: str, place: str) -> Any:

@@ -41,7 +41,12 @@ def build(kind: Any, value: Any, path: str) -> Any:
     if origin is Literal:
         check(value in args, path, f"one of {', '.join(map(str, args))}", value)
         return value
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        literal = next((k for k in args if typing.get_origin(k) is Literal), None)
+        if literal is not None:
+            return build(literal, value, path)
         kinds = tuple(k for k in args if k is not type(None))
     else:
         kinds = (origin or kind,)

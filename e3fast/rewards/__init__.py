@@ -48,7 +48,7 @@ def load(name: str, path: str) -> Callable[..., Any]:
 
 
 def own_score(function: Callable[[Prompt, Rollout], Score | float], prompt: Prompt, rollout: Rollout) -> Score:
-    """A user's reward as a Score. A bare number is `correct` from 1.0 up; below, `truncated` if it was cut, else `wrong`."""
+    """A user's reward as a Score. A bare number is `correct` from 1.0 up; below, `truncated` if cut, else `wrong`."""
     result = function(prompt, rollout)
     if not isinstance(result, Score):
         value = float(result)

@@ -6,19 +6,17 @@ import re
 
 from e3fast.types import Rollout, Score, Verdict
 
-BOX = "\\boxed{"
+BOX = re.compile(r"\\boxed\s*\{")
 NUMBER = re.compile(r"(?<![\d.])-?\d+(?:,\d{3})*(?:\.\d+)?")
 TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last \boxed{...}; None if there is none. A box that the length limit cut open does not count."""
-    start = text.rfind(BOX)
-    while start >= 0:
-        content = balanced(text, start + len(BOX))
+    for match in reversed(list(BOX.finditer(text))):
+        content = balanced(text, match.end())
         if content is not None:
             return content.strip()
-        start = text.rfind(BOX, 0, start)
     return None
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from e3fast.rewards.answers import BOX, judge, last_boxed
+from e3fast.rewards.answers import judge, last_boxed
 from e3fast.types import Prompt, Rollout, Score
 
 # math-verify warns that its timeouts are off. They are signals, which a worker's hard deadline replaces.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
-MATH_DELIMITER = re.compile(r"\$|\\\(|\\\[")
+MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 
 
 def math_score(prompt: Prompt, rollout: Rollout, *, format_weight: float = 0.0) -> Score:
@@ -31,14 +31,13 @@ def math_score(prompt: Prompt, rollout: Rollout, *, format_weight: float = 0.0) 
 
 @functools.lru_cache(maxsize=1024)  # the rollouts of a group share their answer
 def reference(answer: str) -> list[Any]:
-    """The parsed answer: plain, boxed, in a sentence with $...$, or behind "####" (GSM8K). ValueError if there is none."""
+    """The parsed answer: plain, boxed, in a sentence with $...$, or behind "####" (GSM8K). ValueError without one."""
     text = answer.rpartition("####")[2].strip()
     boxed = last_boxed(text)
-    if boxed is not None:
-        text = box(boxed)
-    elif not MATH_DELIMITER.search(text):
-        text = box(text)
-    found = parse_math(text)
+    found: list[Any] = []
+    if boxed is None and MATH_DELIMITER.search(text):
+        found = parse_math(text)
+    found = found or parse_math(box(text if boxed is None else boxed))
     if not found:
         raise ValueError(f"math-verify finds no answer in the reference answer {answer!r}")
     return found
@@ -49,4 +48,4 @@ def parse_math(text: str) -> list[Any]:
 
 
 def box(content: str) -> str:
-    return f"{BOX}{content}}}"
+    return f"\\boxed{{{content}}}"
