@@ -1,4 +1,4 @@
-"""Clipped policy loss and its counters over (T,) vectors. Twin: `reference.grpo_loss`. Source: KERNELS.md section 4.3."""
+"""Clipped policy loss and its counters over (T,) vectors. Twin: `reference.grpo_loss`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of token losses over masked rows divided by `num_tokens`, and counters; differentiable in `logprobs`.
 
-    All vectors are (T,); `correction` multiplies the policy term (importance weight, no gradient); `delta` caps the ratio in
-    the unclipped branch; `beta` weighs the KL estimate to `ref_logprobs` (k1, k2 or k3). Masked rows are selected away before
-    any exp. ValueError names argument, value and what is allowed.
+    All vectors are (T,); `correction` multiplies the policy term (importance weight, no gradient); `delta` caps the
+    ratio in the unclipped branch; `beta` weighs the KL estimate to `ref_logprobs` (k1, k2 or k3). Masked rows are
+    selected away before any exp. ValueError names argument, value and what is allowed.
     """
     vectors = {"old_logprobs": old_logprobs, "advantages": advantages, "loss_mask": loss_mask}
     vectors |= {"ref_logprobs": ref_logprobs, "correction": correction}
@@ -61,7 +61,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 
 def count(
-    ratio: Tensor, log_ratio: Tensor, adv: Tensor, loss: Tensor, kl_ref: Tensor, low: float, high: float, delta: float | None
+    ratio: Tensor,
+    log_ratio: Tensor,
+    adv: Tensor,
+    loss: Tensor,
+    kl_ref: Tensor,
+    low: float,
+    high: float,
+    delta: float | None,
 ) -> dict[str, Tensor]:
     num = torch.tensor(float(ratio.numel()), device=ratio.device)
     total, square = ratio.sum(), ratio.square().sum()

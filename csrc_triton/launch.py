@@ -36,7 +36,10 @@ def exact_bf16_products(active: bool) -> Iterator[None]:
 
 
 def chunk_rows(device: torch.device, weight: Tensor, dtype: torch.dtype, max_extra_bytes: int | None) -> int:
-    """Rows of logits worked on at a time: two (C, V) buffers and, unless it is one already, a weight copy fit the budget."""
+    """Rows of logits worked on at a time.
+
+    Two (C, V) buffers and, unless it is one already, a weight copy fit the budget.
+    """
     budget = max_extra_bytes if max_extra_bytes is not None else DEFAULT_EXTRA_BYTES[device.type]
     size = torch.finfo(dtype).bits // 8
     copy = 0 if weight.dtype == dtype else weight.numel() * size
@@ -75,7 +78,10 @@ def check_head(
     softcap: float | None,
     backend: str,
 ) -> None:
-    """Shapes, devices, types and ranges common to the ops; `rows` are arguments of length T. ValueError before any work."""
+    """Shapes, devices, types and ranges common to the ops; `rows` are arguments of length T.
+
+    ValueError before any work.
+    """
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend must be 'auto' or 'torch', got {backend!r}")
     if hidden.ndim != 2:

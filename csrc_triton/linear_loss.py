@@ -1,8 +1,8 @@
 """One-pass policy loss from hidden states and the LM head: the gradient is formed inside the forward, chunk by chunk.
 
-A per-token loss needs only its row's log-probability and entropy, so both weight gradients of a chunk can be finished while
-its logits are at hand: three products instead of four. Rows whose coefficient is exactly zero leave the two backward
-products; that is exact. Twin: `reference.linear_grpo_loss`. Source: KERNELS.md sections 4.2 and 5.
+A per-token loss needs only its row's log-probability and entropy, so both weight gradients of a chunk can be finished
+while its logits are at hand: three products instead of four. Rows whose coefficient is exactly zero leave the two
+backward products; that is exact. Twin: `reference.linear_grpo_loss`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from csrc_triton.launch import (
 )
 from csrc_triton.logprobs import make_head
 from csrc_triton.losses import TokenLoss
-from csrc_triton.rows import HeadGrads, head_backward, head_logits, row_dz, row_stats
+from csrc_triton.rows import Head, HeadGrads, RowStats, head_backward, head_logits, row_dz, row_stats
 
 
 class LinearLoss(NamedTuple):
@@ -51,8 +51,10 @@ class Job(NamedTuple):
     metrics: dict[str, Tensor]  # filled by the forward
 
 
-def coefficients(job: Job, rows: Tensor, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The chunk's weighted loss, and its gradients a by log-probability and b by entropy, from the user's token loss."""
+def coefficients(
+    job: Job, rows: Tensor, logprobs: Tensor, entropy: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The chunk's weighted loss, and its gradients a by log-probability and b by entropy, by the token loss."""
     chunk = {name: value[rows] for name, value in job.token_data.items()}
     with torch.enable_grad():
         lp = logprobs.detach().requires_grad_()
@@ -96,7 +98,7 @@ class LinearGrpoLoss(torch.autograd.Function):
             keep = (a != 0) if b is None else (a != 0) | (b != 0)
             num_live += keep.sum()
             if any(grad is not None for grad in grads):
-                backward_rows(job, x, head, tau, z, stats, y, a, b, keep, rows, grads)
+                backward_rows(job, x, head, tau, stats, y, a, b, keep, rows, grads)
         job.metrics["num_rows"] = torch.tensor(float(live_rows.shape[0]), device=hidden.device)
         ctx.grads = HeadGrads(grads.hidden, None if dw_out is not None else grads.weight, grads.bias)
         ctx.like = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
@@ -107,15 +109,25 @@ class LinearGrpoLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_unused: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = (
-            (grad * scale).to(dtype) if grad is not None else None for grad, dtype in zip(ctx.grads, ctx.like, strict=True)
+            (grad * scale).to(dtype) if grad is not None else None
+            for grad, dtype in zip(ctx.grads, ctx.like, strict=True)
         )
         return (*grads, None, None)
 
 
 def backward_rows(
-    job: Job, x: Tensor, head: Any, tau: Tensor, z: Tensor, stats: Any, y: Tensor, a: Tensor, b: Tensor | None, keep: Tensor,
-    rows: Tensor, grads: HeadGrads,
-) -> None:  # fmt: skip
+    job: Job,
+    x: Tensor,
+    head: Head,
+    tau: Tensor,
+    stats: RowStats,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    keep: Tensor,
+    rows: Tensor,
+    grads: HeadGrads,
+) -> None:
     """Add the chunk's gradients; rows with zero coefficients are left out of both products."""
     if job.loss_scale is not None:
         a, b = a * job.loss_scale, b * job.loss_scale if b is not None else None
@@ -123,12 +135,12 @@ def backward_rows(
         kept = torch.nonzero(keep)[:, 0]
         if kept.numel() == 0:
             return
-        x, tau, z, y, a, rows = x[kept], tau[kept], z[kept], y[kept], a[kept], rows[kept]
+        x, tau, y, a, rows = x[kept], tau[kept], y[kept], a[kept], rows[kept]
         b = b[kept] if b is not None else None
-        stats = type(stats)(*(value[kept] if value is not None else None for value in stats))
-    dz, target = row_dz(stats, y, a, b, None)
+        stats = RowStats(*(value[kept] if value is not None else None for value in stats))
+    dz, target = row_dz(stats, y, a, b, None, False)
     chunk_dx = torch.empty_like(x) if grads.hidden is not None else None
-    head_backward(x, head, tau, z, y, dz, target, HeadGrads(chunk_dx, grads.weight, grads.bias))
+    head_backward(x, head, tau, stats, y, dz, target, HeadGrads(chunk_dx, grads.weight, grads.bias))
     if grads.hidden is not None and chunk_dx is not None:
         grads.hidden[rows] = chunk_dx
 
@@ -154,23 +166,35 @@ def linear_grpo_loss(
 ) -> LinearLoss:
     """Sum over tokens of weights_t * token_loss_t, with gradients by hidden, weight and bias formed in the forward.
 
-    hidden (T, H), weight (V, H), bias (V,), targets (T,), temperature a float or (T,). `weights` (T,) is mask times the
-    global normaliser: there is no default. Rows of weight 0 never enter a product, and nothing of `token_data` (name ->
-    (T, ...)) is read there. `grad_weight_out`, fp32 (V, H), takes the weight gradient directly; scale it by `loss_scale` and
-    call backward with 1. Raises ValueError naming argument, value and what is allowed. Source: KERNELS.md section 4.2.
+    hidden (T, H), weight (V, H), bias (V,), targets (T,), temperature a float or (T,). `weights` (T,) is mask times
+    the global normaliser: there is no default. Rows of weight 0 never enter a product, and nothing of `token_data`
+    (name -> (T, ...)) is read there. `grad_weight_out`, fp32 (V, H), takes the weight gradient directly; scale it by
+    `loss_scale` and call backward with 1. Raises ValueError naming argument, value and what is allowed.
     """
     hidden, weight = under_autocast(hidden, weight)
     rows = {"targets": targets, "weights": weights, **token_data}
     check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap, backend=backend)
     asked = weights != 0
     check_targets(targets.masked_fill(~asked, -100), weight.shape[0], -100)
-    if grad_weight_out is not None and (grad_weight_out.shape != weight.shape or grad_weight_out.dtype != torch.float32):
+    if grad_weight_out is not None and (
+        grad_weight_out.shape != weight.shape or grad_weight_out.dtype != torch.float32
+    ):
         got = f"{tuple(grad_weight_out.shape)} {grad_weight_out.dtype}"
         raise ValueError(f"grad_weight_out must be fp32 {tuple(weight.shape)}, got {got}")
     dtype = compute_dtype(hidden)
     job = Job(
-        targets.long(), weights.to(dtype), token_data, token_loss, row_temperatures(temperature, hidden, dtype), logit_scale,
-        softcap, want_entropy, drop_zero_rows, loss_scale, chunk_rows(hidden.device, weight, dtype, max_extra_bytes), {},
-    )  # fmt: skip
+        targets.long(),
+        weights.to(dtype),
+        token_data,
+        token_loss,
+        row_temperatures(temperature, hidden, dtype),
+        logit_scale,
+        softcap,
+        want_entropy,
+        drop_zero_rows,
+        loss_scale,
+        chunk_rows(hidden.device, weight, dtype, max_extra_bytes),
+        {},
+    )
     loss, logprobs, entropy, num_live = LinearGrpoLoss.apply(hidden, weight, bias, job, grad_weight_out)
     return LinearLoss(loss, logprobs, entropy, job.metrics, num_live)

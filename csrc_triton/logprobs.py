@@ -1,7 +1,7 @@
 """Token log-probabilities and entropies from hidden states and the LM head, chunk by chunk: never a (T, V) tensor.
 
-Forward keeps only its inputs; backward works each chunk's logits out again. Gradients accumulate in fp32 and are rounded
-once. Formulas and their derivation: `rows.py`. Twin: `reference.linear_logprobs`.
+Forward keeps only its inputs; backward works each chunk's logits out again. Gradients accumulate in fp32 and are
+rounded once. Formulas and their derivation: `rows.py`. Twin: `reference.linear_logprobs`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from csrc_triton.launch import (
     row_temperatures,
     under_autocast,
 )
-from csrc_triton.rows import Head, HeadGrads, head_backward, head_logits, kept_rows, row_dz, row_stats
+from csrc_triton.rows import Head, HeadGrads, RowStats, head_backward, head_logits, kept_rows, row_dz, row_stats
 
 
 class LogProbs(NamedTuple):
@@ -46,17 +46,19 @@ class Job(NamedTuple):
     num_chunk_rows: int
 
 
-def make_head(weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None, dtype: torch.dtype) -> Head:
+def make_head(
+    weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None, dtype: torch.dtype
+) -> Head:
     bias = bias.detach().to(dtype) if bias is not None else None
     return Head(weight.detach().to(dtype), bias, logit_scale, softcap, weight.dtype == torch.bfloat16)
 
 
-def chunk_stats(rows: Tensor, hidden: Tensor, head: Head, job: Job) -> tuple[Tensor, Any]:
+def chunk_stats(rows: Tensor, hidden: Tensor, head: Head, job: Job) -> RowStats:
     targets = job.targets[rows]
     z = head_logits(hidden, head, job.temperature[rows])
     mask = kept_rows(job.kept, rows, targets, head.weight.shape[0]) if job.kept is not None else None
     wants = dict(entropy_over=job.entropy_over, want_entropy=job.want_entropy, want_sum_sq=job.want_sum_sq)
-    return z, row_stats(z, targets, mask, **wants)
+    return row_stats(z, targets, mask, **wants)
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -67,8 +69,13 @@ class LinearLogProbs(torch.autograd.Function):
         new = lambda wanted: hidden.new_zeros(hidden.shape[0], dtype=dtype) if wanted else None  # noqa: E731
         logprobs, lse, entropy, sum_sq = new(True), new(True), new(job.want_entropy), new(job.want_sum_sq)
         for rows in chunks(job.rows, job.num_chunk_rows):
-            _, stats = chunk_stats(rows, hidden[rows].to(dtype), head, job)
-            for out, value in ((logprobs, stats.logprobs), (lse, stats.lse), (entropy, stats.entropy), (sum_sq, stats.sum_sq)):
+            stats = chunk_stats(rows, hidden[rows].to(dtype), head, job)
+            for out, value in (
+                (logprobs, stats.logprobs),
+                (lse, stats.lse),
+                (entropy, stats.entropy),
+                (sum_sq, stats.sum_sq),
+            ):
                 if out is not None:
                     out[rows] = value
         ctx.save_for_backward(hidden, weight, bias)
@@ -79,7 +86,9 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, a: Tensor | None, b: Tensor | None, _lse: Tensor | None, g: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, a: Tensor | None, b: Tensor | None, _lse: Tensor | None, g: Tensor | None
+    ) -> tuple[Any, ...]:
         hidden, weight, bias = ctx.saved_tensors
         job, dtype = ctx.job, compute_dtype(hidden)
         head = make_head(weight, bias, job.logit_scale, job.softcap, dtype)
@@ -90,11 +99,12 @@ class LinearLogProbs(torch.autograd.Function):
         live = sum((grad[job.rows] != 0 for grad in upstream if grad is not None), start=torch.zeros_like(job.rows))
         for rows in chunks(job.rows[live > 0], job.num_chunk_rows):
             x = hidden[rows].to(dtype)
-            z, stats = chunk_stats(rows, x, head, job)
-            dz, target = row_dz(stats, job.targets[rows], *(grad[rows] if grad is not None else None for grad in upstream))
+            stats = chunk_stats(rows, x, head, job)
+            a, b, g = (grad[rows] if grad is not None else None for grad in upstream)
+            dz, target = row_dz(stats, job.targets[rows], a, b, g, job.entropy_over == "kept")
             chunk_dx = torch.empty_like(x) if dx is not None else None
             buffers = HeadGrads(chunk_dx, dw, db)
-            head_backward(x, head, job.temperature[rows], z, job.targets[rows], dz, target, buffers)
+            head_backward(x, head, job.temperature[rows], stats, job.targets[rows], dz, target, buffers)
             if dx is not None:
                 dx[rows] = chunk_dx
         cast = lambda grad, like: grad.to(like.dtype) if grad is not None else None  # noqa: E731
@@ -120,10 +130,10 @@ def linear_logprobs(
 ) -> LogProbs:
     """Log-probability of each target and, on request, the entropy and sum of squares of its distribution.
 
-    hidden (T, H), weight (V, H), bias (V,); targets (T,) aligned by the caller; temperature > 0, a float or (T,). `kept` is
-    `(indptr (T+1,), ids)`: log-probabilities are then over each row's kept set, the target always a member. Rows whose target
-    is `ignore_index` return 0 and add nothing. Differentiable in hidden, weight and bias. Nats, fp32 (fp64 for fp64 inputs).
-    Raises ValueError naming argument, value and what is allowed. Source: KERNELS.md section 4.1.
+    hidden (T, H), weight (V, H), bias (V,); targets (T,) aligned by the caller; temperature > 0, a float or (T,).
+    `kept` is `(indptr (T+1,), ids)`: log-probabilities are then over each row's kept set, the target always a member.
+    Rows whose target is `ignore_index` return 0 and add nothing. Differentiable in hidden, weight and bias. Nats,
+    fp32 (fp64 for fp64 inputs). Raises ValueError naming argument, value and what is allowed.
     """
     hidden, weight = under_autocast(hidden, weight)
     rows = {"targets": targets}
@@ -137,7 +147,15 @@ def linear_logprobs(
         raise ValueError("kept[0] must start at 0 and never fall")
     dtype = compute_dtype(hidden)
     job = Job(
-        targets.long(), torch.nonzero(targets != ignore_index)[:, 0], row_temperatures(temperature, hidden, dtype), logit_scale,
-        softcap, kept, entropy_over, want_entropy, want_sum_sq, chunk_rows(hidden.device, weight, dtype, max_extra_bytes),
-    )  # fmt: skip
+        targets.long(),
+        torch.nonzero(targets != ignore_index)[:, 0],
+        row_temperatures(temperature, hidden, dtype),
+        logit_scale,
+        softcap,
+        kept,
+        entropy_over,
+        want_entropy,
+        want_sum_sq,
+        chunk_rows(hidden.device, weight, dtype, max_extra_bytes),
+    )
     return LogProbs(*LinearLogProbs.apply(hidden, weight, bias, job))

@@ -1,6 +1,9 @@
-"""The plain-PyTorch twin of every op: same name, same signature, full logits, autograd for the backward. Read this first.
+"""The plain-PyTorch twin of every op: same name, same signature, full logits, autograd for the backward.
 
-It is the oracle of every test (in fp64) and the baseline of every benchmark. Letters: T tokens, H hidden size, V vocabulary.
+Read this first.
+
+It is the oracle of every test (in fp64) and the baseline of every benchmark. Letters: T tokens, H hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +19,12 @@ from csrc_triton.losses import TokenLoss
 
 
 def logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, logit_scale: float, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """(T, V) logits over temperature."""
     u = hidden @ weight.T

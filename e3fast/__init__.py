@@ -1,4 +1,7 @@
-"""e3fast: GRPO-family training of language models on verifiable rewards. The public API; each name loads at first use."""
+"""e3fast: GRPO-family training of language models on verifiable rewards. The public API.
+
+Each name loads at first use.
+"""
 
 from __future__ import annotations
 

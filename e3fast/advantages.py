@@ -22,8 +22,8 @@ def group_advantages(
 ) -> torch.Tensor:
     """Advantage of each reward within its group: (N,) and (N,) to (N,), groups of any size, ids in any order.
 
-    grpo (r - mean)/(sd + eps) with n - 1 in sd; dr_grpo r - mean (arXiv 2503.20783); rloo r minus the mean of the others
-    (arXiv 2402.14740). ValueError for another kind or unequal lengths.
+    grpo (r - mean)/(sd + eps) with n - 1 in sd; dr_grpo r - mean (arXiv 2503.20783); rloo r minus the mean of the
+    others (arXiv 2402.14740). ValueError for another kind or unequal lengths.
     """
     if kind not in ("grpo", "dr_grpo", "rloo"):
         raise ValueError(f"kind must be one of grpo, dr_grpo, rloo; got {kind!r}")

@@ -1,8 +1,9 @@
 """Attention for packed rows, and for decoding, behind transformers' attention interface under the name "e3fast".
 
 A packed row's segments are gathered into small padded blocks of like lengths, so a query can only ever meet its own
-segment's tokens and those of its shared prefix: padding repeats the segment's own tokens, never a neighbour's. Without a
-plan the call is ordinary: one-token decoding runs on the key-value heads directly, all else is transformers' SDPA.
+segment's tokens and those of its shared prefix: padding repeats the segment's own tokens, never a neighbour's.
+Without a plan the call is ordinary: one-token decoding runs on the key-value heads directly, all else is
+transformers' SDPA.
 
 Letters: T packed tokens, B blocks' rows, U queries and S keys of a row, G query heads per key-value head, D head width.
 """
@@ -30,9 +31,12 @@ class AttentionPlan(NamedTuple):
 
 
 def plan_attention(cu_seqlens: Tensor, prefix_of: Tensor) -> AttentionPlan:
-    """Blocks for segments `cu_seqlens` (N+1,), each seeing itself causally and all of segment `prefix_of` (N,; -1 = none)."""
+    """Blocks of segments `cu_seqlens` (N+1,): each sees itself causally and its `prefix_of` (N,; -1 = none) whole."""
     starts, stops = cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()
-    spans = [(stops[p] - starts[p] if p >= 0 else 0, b - a) for a, b, p in zip(starts, stops, prefix_of.tolist(), strict=True)]
+    spans = [
+        (stops[p] - starts[p] if p >= 0 else 0, b - a)
+        for a, b, p in zip(starts, stops, prefix_of.tolist(), strict=True)
+    ]
     order = sorted(range(len(spans)), key=lambda n: (-spans[n][1], -spans[n][0]))
     blocks, out_index, offset = [], torch.empty(stops[-1] if stops else 0, dtype=torch.int64), 0
     for members in alike(order, spans):
@@ -105,13 +109,18 @@ def attention_forward(
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, plan: AttentionPlan) -> Tensor:
     """(Hq, T, D), (Hk, T, D), (Hk, T, D) to (T, Hq, D)."""
-    rows = [x.transpose(0, 1).flatten(1) for x in (query, key, value)]  # (T, heads * D): index_select adds rows back fast
+    rows = [
+        x.transpose(0, 1).flatten(1) for x in (query, key, value)
+    ]  # (T, heads * D): index_select adds rows back fast
     outputs = []
     for block in plan.blocks:
         q, k, v = (
             take(x, index, heads)
             for x, index, heads in zip(
-                rows, (block.query_index, block.key_index, block.key_index), (len(query), len(key), len(value)), strict=True
+                rows,
+                (block.query_index, block.key_index, block.key_index),
+                (len(query), len(key), len(value)),
+                strict=True,
             )
         )
         outputs.append(attend(q, k, v, block.mask, scaling).transpose(1, 2).flatten(0, 1).flatten(1))

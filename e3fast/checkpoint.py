@@ -1,4 +1,6 @@
-"""Saving and loading a run: written beside, then moved into place whole, so a crash leaves the old checkpoint or the new.
+"""Saving and loading a run.
+
+Written beside, then moved into place whole, so a crash leaves the old checkpoint or the new.
 
 A checkpoint folder holds `model/`, a Hugging Face folder that any tool loads; `learner.pt`, masters and optimizer; and
 `state.json`, everything else a resumed run needs.
@@ -17,7 +19,9 @@ import torch
 FORMAT = 1
 
 
-def save_checkpoint(folder: Path, model: Any, tokenizer: Any, learner_state: dict[str, Any], state: dict[str, Any]) -> None:
+def save_checkpoint(
+    folder: Path, model: Any, tokenizer: Any, learner_state: dict[str, Any], state: dict[str, Any]
+) -> None:
     """Replace `folder` atomically. An OSError (a full disk) leaves the checkpoint that was there."""
     scratch, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -47,7 +51,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(learner state, the rest). ValueError where there is none, or one of another format. Never runs code from the file."""
+    """(learner state, the rest). ValueError where there is none, or one of another format.
+
+    Never runs code from the file.
+    """
     if not folder.exists() and folder.with_name(folder.name + ".old").exists():
         os.replace(folder.with_name(folder.name + ".old"), folder)  # the crash fell between the two moves
     try:

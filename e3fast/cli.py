@@ -65,9 +65,10 @@ def train(args: list[str]) -> int:
 
 def evaluate(args: list[str]) -> int:
     config = read_config(args)
-    from e3fast.evaluate import evaluate_run
+    from e3fast.progress import evaluation_table, print_table
+    from e3fast.session import evaluate_only
 
-    evaluate_run(config)
+    print_table(evaluation_table(evaluate_only(config)))
     return 0
 
 

@@ -1,7 +1,7 @@
 """Every knob of a run, once, with its unit. A run is a TOML file; flags override it.
 
-`load_config` reads and checks a file before anything is loaded: an unknown key, a wrong type or a value outside its range
-is a ValueError that names the path, what is allowed and the nearest spelling.
+`load_config` reads and checks a file before anything is loaded: an unknown key, a wrong type or a value outside its
+range is a ValueError that names the path, what is allowed and the nearest spelling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class ModelConfig:
     name: str = "demo:smollm2-135m"
     """Hub id, local folder, or demo:smollm2-135m (a 135 M model that comes with a PyPI package: no hub needed)."""
     compute_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Number format of forward and backward; "auto" takes what this machine multiplies fastest. Masters are always fp32."""
+    """Number format of forward and backward; "auto" takes what this machine multiplies fastest.
+
+    Masters are always fp32.
+    """
     chat_template: str = ""
     """File with a Jinja chat template, for a model that has none."""
     trust_remote_code: bool = False
@@ -34,7 +37,9 @@ class ModelConfig:
 @dataclass(frozen=True)
 class SourceConfig:
     source: str = ""
-    """gym:<task of reasoning-gym>, a .jsonl or .parquet file, or hub:<data set id>."""
+    """gym:<task of reasoning-gym>, a .jsonl, .json (one object a line) or .parquet file, hub:<id>[:<configuration>]."""
+    label: str = ""
+    """What tables and plots call these prompts, beside the source."""
     count: int = 0
     """Prompts to take; 0 = all (a gym source needs a number)."""
     split: str = "train"
@@ -58,7 +63,7 @@ class DataConfig:
     held_out: Annotated[tuple[SourceConfig, ...], tyro.conf.Fixed] = ()
     """Sources of the held-out set. A prompt that stands here is taken out of the training pool."""
     system: str = ""
-    """System message put before each question; empty leaves the chat template's own."""
+    """System message of each prompt, in place of a row's own; empty leaves that, or the chat template's."""
     suffix: str = ""
     """Text behind each question, for example an instruction to box the answer."""
     max_prompt_tokens: int = 512
@@ -91,11 +96,14 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     name: str = "auto"
-    """"auto" (a gym prompt's own verifier, math-verify for all others), "gym", "math", or your own as "package.module:function"."""
+    """auto (a gym prompt's own verifier, math-verify for others), gym, math, or your own: package.module:function."""
     format_weight: float = 0.0
     """Reward added when the answer stands in the asked form. Accuracy, and every statistic made of it, ignores it."""
     deadline: float = 10.0
-    """Seconds a rollout's verifier may take; past it the worker process is killed, the rollout tried once more, then `failed`."""
+    """Seconds a rollout's verifier may take.
+
+    Past it the worker process is killed, the rollout tried once more, then `failed`.
+    """
     num_workers: int = 1
     """Worker processes."""
 
@@ -128,7 +136,10 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
     max_generated_tokens: int = 0
-    """Stop once this many tokens have been generated in all; 0 = no limit. For comparisons at equal generated tokens."""
+    """Stop once this many tokens have been generated in all; 0 = no limit.
+
+    For comparisons at equal generated tokens.
+    """
     save_every: int = 0
     """Steps between checkpoints; 0 = only at the end and on Ctrl-C."""
 
@@ -172,7 +183,7 @@ class RunConfig:
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     train: TrainConfig = TrainConfig()
-    loss: LossParams = LossParams()
+    loss: LossParams = field(default_factory=LossParams)
     eval: EvalConfig = EvalConfig()
     methods: Annotated[tuple[Method, ...], tyro.conf.Fixed] = ()
     """[[methods]] tables, called in file order; none is plain GRPO."""

@@ -45,7 +45,9 @@ def convert(folder: Path, file: str, target: Path) -> None:
     try:
         # Without dequantize the loaded model counts as quantised and refuses to be saved.
         plain = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, quantization_config=plain, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, quantization_config=plain, dtype=torch.float32
+        )
         model.to(torch.bfloat16).save_pretrained(scratch)
         AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(scratch)
         if not target.exists():  # another process may have been faster

@@ -19,7 +19,9 @@ class Scorer(Protocol):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n rollouts drawn without replacement hold a correct one: 1 - C(n-c, k)/C(n, k) (arXiv 2107.03374).
+    """Chance that k of n rollouts drawn without replacement hold a correct one.
+
+    1 - C(n-c, k)/C(n, k) (arXiv 2107.03374).
 
     Unbiased for every n >= k, so groups of unequal size may be averaged. ValueError for n < k.
     """

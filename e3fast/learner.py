@@ -82,8 +82,8 @@ class Totals:
 class LocalLearner:
     """The learner of one process on one device.
 
-    With a bf16 model the optimizer works on fp32 masters: each micro-batch's gradients are added to the masters' in fp32 as
-    they appear, and after the step the masters are rounded into the model. An fp32 model is its own master.
+    With a bf16 model the optimizer works on fp32 masters: each micro-batch's gradients are added to the masters' in
+    fp32 as they appear, and after the step the masters are rounded into the model. An fp32 model is its own master.
     """
 
     num_ranks = 1
@@ -151,7 +151,10 @@ class LocalLearner:
         totals.add_loss(out.loss.detach(), out.metrics)
 
     def step(self) -> tuple[float, bool]:
-        """Clip once by the global norm, step, round into the model. A gradient that is not finite is dropped, not applied."""
+        """Clip once by the global norm, step, round into the model.
+
+        A gradient that is not finite is dropped, not applied.
+        """
         self.optimizer.param_groups[0]["lr"] = self.learning_rate
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.max_grad_norm))
         if math.isfinite(norm):

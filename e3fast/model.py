@@ -46,7 +46,8 @@ def load_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         known = ", ".join(DEMO_MODELS)
         first_line = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"cannot load model {config.name!r}: {first_line} Give a hub id, a folder with config.json, or one of {known}"
+            f"cannot load model {config.name!r}: {first_line} "
+            f"Give a hub id, a folder with config.json, or one of {known}"
         ) from None
     if config.chat_template:
         tokenizer.chat_template = read_template(config.chat_template)
@@ -67,7 +68,9 @@ def output_head(model: Any) -> OutputHead:
     layer = model.get_output_embeddings()
     if type(layer) is not torch.nn.Linear:
         kind = type(layer).__name__
-        raise ValueError(f"{type(model).__name__} has a head of type {kind}; the fused loss needs a plain torch.nn.Linear")
+        raise ValueError(
+            f"{type(model).__name__} has a head of type {kind}; the fused loss needs a plain torch.nn.Linear"
+        )
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return OutputHead(layer.weight, layer.bias, float(scale), getattr(config, "final_logit_softcapping", None))

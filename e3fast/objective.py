@@ -1,7 +1,7 @@
 """LossParams into a token loss and the weight of every loss token. Pure functions.
 
-Weights are taken once per optimiser step over all ranks, before packing, so that loss and gradient do not depend on it: a
-micro-batch returns the sum of weight times loss and nothing else (ALLOCATOR.md section 9).
+Weights are taken once per optimiser step over all ranks, before packing, so that loss and gradient do not depend on
+it: a micro-batch returns the sum of weight times loss and nothing else.
 """
 
 from __future__ import annotations

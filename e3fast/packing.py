@@ -1,8 +1,8 @@
 """Samples into micro-batches under a hard token cap, with the same number of them on every rank.
 
-A fragment is what is laid out together: one sample, or samples of one group behind their shared prompt prefix. With sharing
-the prefix is the prompt less its last token, computed once; each suffix starts with that last token again, so that it
-predicts its own completion's first token inside its own segment (ALLOCATOR.md section 10).
+A fragment is what is laid out together: one sample, or samples of one group behind their shared prompt prefix. With
+sharing the prefix is the prompt less its last token, computed once; each suffix starts with that last token again, so
+that it predicts its own completion's first token inside its own segment.
 
 Letters: P prompt tokens, L tokens of a sample, T tokens of a micro-batch, N segments.
 """
@@ -23,7 +23,12 @@ Fragment = tuple[int, ...]  # sample indices, in order; two or more share a pref
 
 
 def pack(
-    samples: Sequence[Sample], weights: Sequence[float], tokens_per_micro_batch: int, num_ranks: int, *, sharing: bool = True
+    samples: Sequence[Sample],
+    weights: Sequence[float],
+    tokens_per_micro_batch: int,
+    num_ranks: int,
+    *,
+    sharing: bool = True,
 ) -> Batch:
     """One optimiser step's samples as micro-batches; `weights` (one a sample) weigh its loss tokens.
 
@@ -46,11 +51,18 @@ def pack(
     )
 
 
-def plan_packing(samples: Sequence[Sample], chosen: Sequence[int], num_ranks: int, cap: int, sharing: bool) -> PackingPlan:
-    """Longest fragment first into the least filled bin with room; one more micro-batch a rank while something does not fit."""
+def plan_packing(
+    samples: Sequence[Sample], chosen: Sequence[int], num_ranks: int, cap: int, sharing: bool
+) -> PackingPlan:
+    """Longest fragment first into the least filled bin with room.
+
+    One more micro-batch a rank while something does not fit.
+    """
     for i in chosen:
         if len(samples[i].token_ids) > cap:
-            raise ValueError(f"a sample of {len(samples[i].token_ids)} tokens exceeds train.tokens_per_micro_batch={cap}")
+            raise ValueError(
+                f"a sample of {len(samples[i].token_ids)} tokens exceeds train.tokens_per_micro_batch={cap}"
+            )
     fragments = cut_fragments(samples, chosen, cap, sharing)
     sizes = [fragment_tokens(samples, fragment) for fragment in fragments]
     order = sorted(range(len(fragments)), key=lambda f: -sizes[f])
@@ -59,7 +71,9 @@ def plan_packing(samples: Sequence[Sample], chosen: Sequence[int], num_ranks: in
         num_slots += 1
     # Heaviest bins first, dealt so that the bins that meet in a slot are alike.
     filled = sorted(bins, key=lambda b: -sum(sizes[f] for f in b))
-    dealt = [[tuple(fragments[f] for f in filled[s * num_ranks + r]) for s in range(num_slots)] for r in range(num_ranks)]
+    dealt = [
+        [tuple(fragments[f] for f in filled[s * num_ranks + r]) for s in range(num_slots)] for r in range(num_ranks)
+    ]
     filler = sum(1 for b in bins if not b)
     return PackingPlan(
         num_ranks=num_ranks,
@@ -137,13 +151,18 @@ def lay_out(samples: Sequence[Sample], fragments: Sequence[Fragment]) -> list[Se
 
 
 def build(samples: Sequence[Sample], weights: Sequence[float], fragments: Sequence[Fragment]) -> MicroBatch:
-    """Gather the tensors of one micro-batch. A bin without fragments becomes the smallest filler: one token, no loss."""
+    """Gather the tensors of one micro-batch. A bin without fragments becomes the smallest filler.
+
+    One token, no loss.
+    """
     segments = lay_out(samples, fragments)
     if not segments:
         return filler()
     here = [(samples[s.sample], s, slice(s.start, s.stop)) for s in segments]
     asked = [np.zeros(s.stop - s.start, bool) if s.is_prefix else shift(x.loss_mask[at], False) for x, s, at in here]
-    counted = [np.zeros(s.stop - s.start, bool) if s.is_prefix else shift(x.entropy_mask[at], False) for x, s, at in here]
+    counted = [
+        np.zeros(s.stop - s.start, bool) if s.is_prefix else shift(x.entropy_mask[at], False) for x, s, at in here
+    ]
     loss_mask, entropy_mask = np.concatenate(asked), np.concatenate(counted)
     targets = np.concatenate([shift(x.token_ids[at], IGNORED) for x, _, at in here])
     weight = np.concatenate([np.full(s.stop - s.start, weights[s.sample]) for s in segments])
@@ -179,7 +198,16 @@ def filler() -> MicroBatch:
     false, index = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
     ends, nothing = torch.tensor([0, 1]), torch.tensor([-1])
     return MicroBatch(
-        token_ids=index, targets=torch.full_like(index, IGNORED), position_ids=index, loss_mask=false, loss_weights=zero,
-        entropy_mask=false, advantages=zero, rollout_logprobs=zero, temperatures=one, cu_seqlens=ends, prefix_of=nothing,
+        token_ids=index,
+        targets=torch.full_like(index, IGNORED),
+        position_ids=index,
+        loss_mask=false,
+        loss_weights=zero,
+        entropy_mask=false,
+        advantages=zero,
+        rollout_logprobs=zero,
+        temperatures=one,
+        cu_seqlens=ends,
+        prefix_of=nothing,
         sample_of=nothing,
-    )  # fmt: skip
+    )

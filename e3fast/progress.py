@@ -151,3 +151,19 @@ def share_cells(before: float | None, after: float | None) -> tuple[str, str, st
 
 def figure(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
+
+
+def evaluation_table(result: dict[str, Any]) -> Table:
+    """One evaluation: pass@k over all prompts and by source."""
+    names = pass_names(result)
+    table = Table(title=f"{result['samples']} completions a prompt at temperature {result['temperature']:g}")
+    for heading in ("", "prompts", *names):
+        table.add_column(heading, justify="left" if not heading else "right")
+    rows = {"all": result, **result["by_source"]} if len(result["by_source"]) > 1 else {"all": result}
+    for label, row in rows.items():
+        table.add_row(label, str(row["num_prompts"]), *(share_cells(row.get(name), None)[0] for name in names))
+    return table
+
+
+def print_table(table: Table) -> None:
+    Console(file=sys.stdout).print(table)

@@ -52,11 +52,19 @@ def load_prompts(
         raise ValueError("the tokenizer has no chat template: set model.chat_template to a file with a Jinja template")
     loader = Loader(data, tokenizer, exclude)
     names = collections.Counter(source.source for source in sources)
+    refuse_twins([source.label for source in sources if source.label])
     for position, source in enumerate(sources):
         name = source.source if names[source.source] == 1 else f"{source.source}@{position}"
+        name = f"{source.source} {source.label}" if source.label else name
         loader.add(source, name, stream_key(seed, "gym", role, position) % 2**31)  # some tasks seed numpy, 32 bits
     left_out = loader.left_out
     return LoadedPrompts(tuple(loader.prompts), left_out["too long"], left_out["excluded"], tuple(loader.notes))
+
+
+def refuse_twins(labels: Sequence[str]) -> None:
+    twins = [label for label, count in collections.Counter(labels).items() if count > 1]
+    if twins:
+        raise ValueError(f"label {twins[0]!r} stands at two data sources: give each its own")
 
 
 @dataclass
@@ -90,9 +98,7 @@ class Loader:
                 left_out["too long"] += 1
             else:
                 row_number = len(self.prompts)
-                self.prompts.append(
-                    Prompt(f"{name}#{row.index}", row_number, token_ids, messages, row.answer, source.source)
-                )
+                self.prompts.append(Prompt(f"{name}#{row.index}", row_number, token_ids, messages, row.answer, name))
             seen.add(text)
             if len(self.prompts) - first == source.count > 0:
                 break
@@ -149,7 +155,7 @@ def question_texts(prompts: Sequence[Prompt]) -> frozenset[str]:
 
 
 class PromptPool:
-    """Draws the prompts of each step (METHODS.md 0.5). A draw depends on the seed and on `state()` alone.
+    """Draws the prompts of each step. A draw depends on the seed and on `state()` alone.
 
     Without weights the pool is walked in passes, pass i in the order of the uniforms of stream seed/shuffle/i, each
     pass joined to the next. No row comes twice in a step: where a joint (or `exclude_rows`) would repeat one, the walk

@@ -69,15 +69,17 @@ def html_page(path: Path, body: str, plots: Sequence[Plot]) -> str:
 
     style = Path(__file__).with_name("report.css").read_text()
     figures = {f"plot{i}": {"data": plot.data, "layout": plot.layout} for i, plot in enumerate(plots)}
-    return "\n".join([
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{text(path.resolve().name)} - e3fast</title><style>{style}</style></head><body>",
-        body,
-        f'<script type="application/json" id="figures">{script_json(figures)}</script>',
-        f"<script>{get_plotlyjs()}</script><script>{DRAW}</script></body></html>\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{text(path.resolve().name)} - e3fast</title><style>{style}</style></head><body>",
+            body,
+            f'<script type="application/json" id="figures">{script_json(figures)}</script>',
+            f"<script>{get_plotlyjs()}</script><script>{DRAW}</script></body></html>\n",
+        ]
+    )
 
 
 def script_json(value: Any) -> str:

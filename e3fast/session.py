@@ -100,15 +100,22 @@ class Session:
         self.next_step += 1
         self.generated_tokens += int(metrics["generated_tokens"])
         self.seconds = time.perf_counter() - self.started
-        reports = {f"{snake(method)}/{key}": value for method in self.config.methods for key, value in method.report().items()}
-        line = metrics | reports | {
-            "time": self.seconds,
-            "tokens_per_second": metrics["generated_tokens"] / sum(v for k, v in metrics.items() if k.startswith("seconds/")),
-            "total_generated_tokens": self.generated_tokens,
-            "learning_rate": self.learner.learning_rate,
-            "peak_gib": peak_gib(),
-            "entropy_target": reports.get("entropy_temperature/target"),
-        }  # fmt: skip
+        reports = {
+            f"{snake(method)}/{key}": value for method in self.config.methods for key, value in method.report().items()
+        }
+        line = (
+            metrics
+            | reports
+            | {
+                "time": self.seconds,
+                "tokens_per_second": metrics["generated_tokens"]
+                / sum(v for k, v in metrics.items() if k.startswith("seconds/")),
+                "total_generated_tokens": self.generated_tokens,
+                "learning_rate": self.learner.learning_rate,
+                "peak_gib": peak_gib(),
+                "entropy_target": reports.get("entropy_temperature/target"),
+            }
+        )
         self.log.write_step(line)
         self.bar.update(line)
         every = self.config.train.save_every
@@ -234,3 +241,18 @@ def data_notes(loaded: LoadedPrompts) -> list[str]:
 
 def snake(method: Any) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(method).__name__).lstrip("_")
+
+
+def evaluate_only(config: RunConfig) -> dict[str, Any]:
+    """pass@k of `config.model` on the run's held-out prompts, without training anything."""
+    device = machine.find_device()
+    dtype = machine.find_compute_dtype(config.model.compute_dtype, device)
+    model, tokenizer = load_policy(config.model, dtype, device)
+    check_lengths(model, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+    if not config.data.held_out:
+        raise ValueError("nothing to evaluate on: add at least one [[data.held_out]] table with a source")
+    held_out = load_prompts(config.data.held_out, config.data, tokenizer, config.seed, "held_out")
+    prompts = held_out.prompts[: config.eval.num_prompts]
+    engine = TransformersEngine(model, tokenizer, config.rollout.max_sequences)
+    with RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer:
+        return evaluate(engine, scorer, prompts, config.eval, config.rollout.max_new_tokens, config.seed)

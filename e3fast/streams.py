@@ -1,8 +1,8 @@
-"""Counter-based random streams by label: draws, ties, sampling noise (METHODS.md 0.6).
+"""Counter-based random streams by label: draws, ties, sampling noise.
 
-One generator, Philox4x32-10 (Salmon et al., SC 2011). A stream is named by labels joined with "/", starting with the run's
-seed, so any number of it can be had without making the ones before: nothing depends on batch make-up, ranks or resume.
-Imports nothing of ours.
+One generator, Philox4x32-10 (Salmon et al., SC 2011). A stream is named by labels joined with "/", starting with the
+run's seed, so any number of it can be had without making the ones before: nothing depends on batch make-up, ranks or
+resume. Imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def stream_key(*labels: object) -> int:
 
 
 def philox(key: npt.NDArray[np.uint64], block: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], ...]:
-    """The four 32-bit words of each block of each key; both arrays broadcast. Counter = (block low, block high, 0, 0)."""
+    """The four 32-bit words of each block of each key; both arrays broadcast.
+
+    Counter = (block low, block high, 0, 0).
+    """
     k0, k1 = key & WORD, key >> np.uint64(32)
     c0, c1 = block & WORD, block >> np.uint64(32)
     c2 = c3 = np.zeros_like(c0)

@@ -1,4 +1,6 @@
-"""Strict reading of tables: a TOML value becomes the type a dataclass field asks for, or a ValueError that names its path.
+"""Strict reading of tables.
+
+A TOML value becomes the type a dataclass field asks for, or a ValueError that names its path.
 
 Imports nothing of ours, so config and methods build on it alike.
 """

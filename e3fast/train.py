@@ -28,7 +28,14 @@ def train(config: RunConfig) -> bool:
             session.evaluate(step=0)
         while not session.finished:
             metrics = train_step(
-                session.context(), config, session.pool, session.scorer, config.methods, session.learner, session.engine, session
+                session.context(),
+                config,
+                session.pool,
+                session.scorer,
+                config.methods,
+                session.learner,
+                session.engine,
+                session,
             )
             session.end_step(metrics)
         session.save()

@@ -75,7 +75,10 @@ Reward = Callable[[Prompt, Rollout], Score]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one request with their scores. `stats_rewards`, if set, give mean and deviation instead of its own."""
+    """The rollouts of one request with their scores.
+
+    `stats_rewards`, if set, give mean and deviation instead of its own.
+    """
 
     id: int
     request: Request
@@ -191,9 +194,15 @@ class LossParams:
     """The loss of one step. A run's own values are the start of each step's `tune`."""
 
     aggregation: Literal["token", "sequence", "group", "constant"] = "token"
-    """How token losses are summed: mean over tokens (DAPO), sequences (GRPO), prompts, or over a constant length (Dr. GRPO)."""
+    """How token losses are summed.
+
+    Mean over tokens (DAPO), sequences (GRPO), prompts, or over a constant length (Dr. GRPO).
+    """
     group_weight: Literal["token", "prompt"] = "token"
-    """With aggregation "token": every token weighs the same, or every prompt does (weight mean group size / group size)."""
+    """With aggregation "token".
+
+    Every token weighs the same, or every prompt does (weight mean group size / group size).
+    """
     clip_low: float = 0.2
     """Lower clip of the ratio to the policy that sampled, as 1 - clip_low. It acts once that ratio leaves 1."""
     clip_high: float = 0.2
@@ -233,10 +242,12 @@ class StepStats:
 
 @dataclass(slots=True)
 class StepContext:
-    """What methods may know of the step under way. The one record that is written as the step goes on, by the trainer only.
+    """What methods may know of the step under way.
 
-    A clean count (n, c) of a prompt: judged and correct rollouts of its first requests this step (METHODS.md 0.3). Every
-    difficulty statistic reads `clean` and nothing else.
+    The one record that is written as the step goes on, by the trainer only.
+
+    A clean count (n, c) of a prompt: judged and correct rollouts of its first requests this step.
+    Every difficulty statistic reads `clean` and nothing else.
     """
 
     seed: int

@@ -14,7 +14,9 @@ def request(of: Prompt | None = None, num_rollouts: int = 8, temperature: float 
     return Request(of or prompt(), num_rollouts, temperature, **fields)
 
 
-def group(of: Prompt | None = None, rewards=None, lengths=None, verdicts=None, id: int = 0, temperature: float = 1.0) -> Group:
+def group(
+    of: Prompt | None = None, rewards=None, lengths=None, verdicts=None, id: int = 0, temperature: float = 1.0
+) -> Group:
     """A group with one rollout a verdict; a correct one earns 1 unless `rewards` says otherwise."""
     verdicts = verdicts or ["correct" if r > 0 else "wrong" for r in rewards or [1.0]]
     lengths = lengths or [3] * len(verdicts)
@@ -30,14 +32,32 @@ def group(of: Prompt | None = None, rewards=None, lengths=None, verdicts=None, i
 
 def context(**changes) -> StepContext:
     fields = dict(
-        seed=7, step=0, max_steps=10, num_prompts=6, prompts_per_step=3, rollouts_per_prompt=8, visits=3, need=3,
-        refill=lambda n: [], regrouped=lambda groups: groups,
-    )  # fmt: skip
+        seed=7,
+        step=0,
+        max_steps=10,
+        num_prompts=6,
+        prompts_per_step=3,
+        rollouts_per_prompt=8,
+        visits=3,
+        need=3,
+        refill=lambda n: [],
+        regrouped=lambda groups: groups,
+    )
     return StepContext(**(fields | changes))
 
 
 def stats(entropy: float = 1.0, num_classes: int = 151936) -> StepStats:
     return StepStats(
-        loss=0.0, entropy=entropy, entropy_tokens=1, num_classes=num_classes, grad_norm=0.0, ratio_max=1.0, clip_share=0.0,
-        mismatch_mean=0.0, mismatch_max=0.0, trained_tokens=1, scored_tokens=0, stepped=True,
-    )  # fmt: skip
+        loss=0.0,
+        entropy=entropy,
+        entropy_tokens=1,
+        num_classes=num_classes,
+        grad_norm=0.0,
+        ratio_max=1.0,
+        clip_share=0.0,
+        mismatch_mean=0.0,
+        mismatch_max=0.0,
+        trained_tokens=1,
+        scored_tokens=0,
+        stepped=True,
+    )

@@ -1,4 +1,4 @@
-"""Credit: METHODS.md 0.4's vectors, exact zeros, and failed rollouts kept out."""
+"""Credit: worked values, exact zeros, and failed rollouts kept out."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_a_nan_logprob_costs_its_token_only():
 
 
 def test_stats_rewards_replace_the_groups_own():
-    """LoPE's table, METHODS.md 4.3: 1 of 24 rescued, group of 8, statistics over all 32."""
+    """LoPE (arXiv 2605.05566): 1 of 24 rescued, group of 8, statistics over all 32."""
     import dataclasses
 
     shaped = dataclasses.replace(group(rewards=[1.0] + [0.0] * 7), stats_rewards=(1.0,) + (0.0,) * 31)

@@ -1,4 +1,7 @@
-"""Packed attention cannot leak: packed equals alone, values and gradients, whatever stands beside (FIELD.md 4, row 5)."""
+"""Packed attention cannot leak.
+
+Packed equals alone, values and gradients, whatever stands beside.
+"""
 
 import pytest
 import torch
@@ -104,7 +107,12 @@ def test_order_of_samples_does_not_matter():
         with torch.no_grad():
             hidden = packed_hidden(model, micro_batch)
         ends = micro_batch.cu_seqlens.tolist()
-        found.append({chosen[i].token_ids.tobytes(): hidden[ends[n] : ends[n + 1]] for n, i in
-                      enumerate(micro_batch.sample_of.tolist()) if i >= 0})  # fmt: skip
+        found.append(
+            {
+                chosen[i].token_ids.tobytes(): hidden[ends[n] : ends[n + 1]]
+                for n, i in enumerate(micro_batch.sample_of.tolist())
+                if i >= 0
+            }
+        )
     for key, value in found[0].items():
         torch.testing.assert_close(value, found[1][key], atol=2e-6, rtol=2e-6)

@@ -1,4 +1,4 @@
-"""pass@k is the unbiased estimate (METHODS.md 9.1.4)."""
+"""pass@k is the unbiased estimate (arXiv 2107.03374)."""
 
 import itertools
 import math

@@ -1,4 +1,7 @@
-"""The learner's laws: loss and gradient do not depend on packing, order or micro-batches; learning rate 0 keeps ratio 1."""
+"""The learner's laws: loss and gradient do not depend on packing, order or micro-batches.
+
+Learning rate 0 keeps ratio 1.
+"""
 
 import copy
 import itertools
@@ -33,7 +36,9 @@ def gradient(model, samples, loss, cap, sharing, order=None):
     return totals, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-LOSSES = [LossParams(aggregation=a) for a in ("token", "sequence", "group", "constant")] + [LossParams(group_weight="prompt")]
+LOSSES = [LossParams(aggregation=a) for a in ("token", "sequence", "group", "constant")] + [
+    LossParams(group_weight="prompt")
+]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.aggregation}-{loss.group_weight}")
@@ -46,7 +51,9 @@ def test_loss_and_gradient_do_not_depend_on_packing(loss):
         totals, got = gradient(model, samples, loss, cap, sharing, order)
         assert float((got - want).norm() / want.norm()) < 1e-6
         assert totals.loss == pytest.approx(first.loss, rel=1e-6)
-        assert totals.entropy == pytest.approx(first.entropy, rel=1e-6) and totals.entropy_tokens == first.entropy_tokens
+        assert (
+            totals.entropy == pytest.approx(first.entropy, rel=1e-6) and totals.entropy_tokens == first.entropy_tokens
+        )
 
 
 def test_samples_without_signal_add_nothing_but_their_entropy():

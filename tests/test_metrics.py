@@ -46,9 +46,18 @@ def make_group(row: int, verdicts: list[Verdict], finish: FinishReason = "stop",
 
 def make_context(groups: list[Group], step: int = 0) -> StepContext:
     return StepContext(
-        seed=0, step=step, max_steps=10, num_prompts=8, prompts_per_step=4, rollouts_per_prompt=4, visits=4, need=4,
-        refill=lambda n: [], regrouped=lambda groups: groups, clean={g.prompt.id: g.counts for g in groups},
-    )  # fmt: skip
+        seed=0,
+        step=step,
+        max_steps=10,
+        num_prompts=8,
+        prompts_per_step=4,
+        rollouts_per_prompt=4,
+        visits=4,
+        need=4,
+        refill=lambda n: [],
+        regrouped=lambda groups: groups,
+        clean={g.prompt.id: g.counts for g in groups},
+    )
 
 
 def make_batch() -> Batch:
@@ -59,9 +68,19 @@ def make_batch() -> Batch:
 
 def make_stats(entropy: float = 0.7) -> StepStats:
     return StepStats(
-        loss=0.1, entropy=entropy, entropy_tokens=20, num_classes=50, grad_norm=0.5, ratio_max=1.01, clip_share=0.0,
-        mismatch_mean=1e-4, mismatch_max=1e-3, trained_tokens=60, scored_tokens=15, stepped=True,
-    )  # fmt: skip
+        loss=0.1,
+        entropy=entropy,
+        entropy_tokens=20,
+        num_classes=50,
+        grad_norm=0.5,
+        ratio_max=1.01,
+        clip_share=0.0,
+        mismatch_mean=1e-4,
+        mismatch_max=1e-3,
+        trained_tokens=60,
+        scored_tokens=15,
+        stepped=True,
+    )
 
 
 def test_hand_counted_step() -> None:
@@ -148,10 +167,22 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
     assert path == tmp_path / "rollouts/step_00012.parquet" and not list(path.parent.glob("*.tmp"))
     first, second = read_rollouts(tmp_path).to_pylist()
     assert first == {
-        "step": 12, "group": 0, "prompt_id": "p0", "source": "gym:sum#0", "prompt": "2+2?", "answer": "4",
-        "completion": "answer 0", "num_tokens": 1, "reward": 1.0, "verdict": "correct", "parts": '{"accuracy": 1.0}',
-        "temperature": 0.9, "finish_reason": "stop", "kind": "first", "policy_version": 3,
-    }  # fmt: skip
+        "step": 12,
+        "group": 0,
+        "prompt_id": "p0",
+        "source": "gym:sum#0",
+        "prompt": "2+2?",
+        "answer": "4",
+        "completion": "answer 0",
+        "num_tokens": 1,
+        "reward": 1.0,
+        "verdict": "correct",
+        "parts": '{"accuracy": 1.0}',
+        "temperature": 0.9,
+        "finish_reason": "stop",
+        "kind": "first",
+        "policy_version": 3,
+    }
     assert second["verdict"] == "wrong"
 
 

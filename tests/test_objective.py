@@ -1,4 +1,4 @@
-"""Weights of ALLOCATOR.md section 9: the table's rows, and what they sum to."""
+"""Weights of every aggregation, and what they sum to."""
 
 from collections import defaultdict
 
@@ -19,7 +19,7 @@ def by_group(weights):
 
 
 def test_prompt_weights_vector():
-    """METHODS.md 0.4: groups of 4, 8, 12 have w = 2, 1, 0.667, so each prompt weighs the same at equal lengths."""
+    """Groups of 4, 8, 12 have w = 2, 1, 0.667, so each prompt weighs the same at equal lengths."""
     weights = loss_weights(SAMPLES, LossParams(group_weight="prompt"), 16)
     assert [weights[0] / weights[4], weights[12] / weights[4]] == pytest.approx([2, 2 / 3])
     assert by_group(weights) == pytest.approx([1 / 3] * 3)
@@ -46,7 +46,10 @@ def test_nothing_to_weigh():
     ("knobs", "message"),
     [
         ({"aggregation": "mean"}, "loss.aggregation must be one of token, sequence, group, constant; got 'mean'"),
-        ({"group_weight": "prompt", "aggregation": "group"}, "loss.group_weight 'prompt' needs loss.aggregation 'token'"),
+        (
+            {"group_weight": "prompt", "aggregation": "group"},
+            "loss.group_weight 'prompt' needs loss.aggregation 'token'",
+        ),
         ({"clip_low": 1.5}, "loss.clip_low must be in (0, 1.0], got 1.5"),
     ],
 )

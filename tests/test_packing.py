@@ -1,4 +1,9 @@
-"""Packing laws: everything once and whole, nothing over the cap, the same slots on every rank, shifts inside segments."""
+"""Packing laws.
+
+Everything once and whole, nothing over the cap, the same slots on every rank, shifts inside segments.
+"""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -38,7 +43,7 @@ def test_laws(shape, num_ranks, stretch, sharing, zero):
 def check(m, samples, where):
     """Every segment holds its sample's tokens, and entry t what belongs to the token it predicts."""
     ends = m.cu_seqlens.tolist()
-    assert ends[0] == 0 and ends[-1] == m.num_tokens and all(a < b for a, b in zip(ends, ends[1:], strict=False))
+    assert ends[0] == 0 and ends[-1] == m.num_tokens and all(a < b for a, b in pairwise(ends))
     for name in m.__slots__[:9]:
         assert getattr(m, name).shape == (m.num_tokens,)
     for n, i in enumerate(m.sample_of.tolist()):
@@ -64,7 +69,7 @@ def check(m, samples, where):
 
 
 def test_a_sample_over_the_cap_is_refused():
-    with pytest.raises(ValueError, match="a sample of 9 tokens exceeds train.tokens_per_micro_batch=8"):
+    with pytest.raises(ValueError, match=r"a sample of 9 tokens exceeds train\.tokens_per_micro_batch=8"):
         pack(make_samples([(4, [5])]), [1.0], 8, 1)
 
 

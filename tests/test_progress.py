@@ -11,14 +11,25 @@ from rich.console import Console
 from e3fast.progress import ProgressBar, clock_text, status_text, summary_table
 
 STEP = {
-    "clean_accuracy": 0.42, "entropy": 0.71, "entropy_target": 0.76, "temperature": 1.03, "tokens_per_second": 1234.5,
-    "verdict/failed": 0, "all_wrong_share": 0.3, "generated_tokens": 1000, "peak_gib": 2.5, "stepped": True,
-    "seconds/generate": 6.0, "seconds/update": 4.0,
-}  # fmt: skip
+    "clean_accuracy": 0.42,
+    "entropy": 0.71,
+    "entropy_target": 0.76,
+    "temperature": 1.03,
+    "tokens_per_second": 1234.5,
+    "verdict/failed": 0,
+    "all_wrong_share": 0.3,
+    "generated_tokens": 1000,
+    "peak_gib": 2.5,
+    "stepped": True,
+    "seconds/generate": 6.0,
+    "seconds/update": 4.0,
+}
 BEFORE = {
-    "step": 0, "pass@1": 0.21, "pass@4": 0.33,
+    "step": 0,
+    "pass@1": 0.21,
+    "pass@4": 0.33,
     "by_source": {"gym:chain_sum#0": {"pass@1": 0.1, "pass@4": 0.2}, "[red]x": {"pass@1": 0.3, "pass@4": 0.4}},
-}  # fmt: skip
+}
 AFTER = BEFORE | {"step": 100, "pass@1": 0.33}
 
 
@@ -75,11 +86,17 @@ def test_summary_shows_gain_entropy_and_costs() -> None:
     metrics = [step(i, all_wrong_share=0.5 - 0.02 * i, entropy=0.7 + 0.001 * i) for i in range(20)]
     text = re.sub(r" +", " ", rendered(BEFORE, AFTER, metrics))
     for words in (
-        "held-out pass@1 │ 21.0% │ 33.0% │ +12.0 points", "gym:chain_sum#0 pass@1 │ 10.0% │ 10.0% │ +0.0 points",
-        "[red]x pass@4 │ 40.0% │ 40.0%", "all-wrong groups │ 49.0% │ 13.0% │ -36.0 points",
-        "│ 0.700 │ 0.718 │ -5.5% of target 0.760", "generated tokens │ │ 20,000", "generated tokens / s │ │ 100 ",
-        "minutes of training │ │ 3.3", "peak memory (GiB) │ │ 2.50", "failed rollouts │ │ 0",
-    ):  # fmt: skip
+        "held-out pass@1 │ 21.0% │ 33.0% │ +12.0 points",
+        "gym:chain_sum#0 pass@1 │ 10.0% │ 10.0% │ +0.0 points",
+        "[red]x pass@4 │ 40.0% │ 40.0%",
+        "all-wrong groups │ 49.0% │ 13.0% │ -36.0 points",
+        "│ 0.700 │ 0.718 │ -5.5% of target 0.760",
+        "generated tokens │ │ 20,000",
+        "generated tokens / s │ │ 100 ",
+        "minutes of training │ │ 3.3",
+        "peak memory (GiB) │ │ 2.50",
+        "failed rollouts │ │ 0",
+    ):
         assert words in text
 
 

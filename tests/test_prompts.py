@@ -194,7 +194,7 @@ def rows(prompts: list[Prompt]) -> list[int]:
 
 
 def test_check_vector_of_the_weighted_draw() -> None:
-    """METHODS.md 0.6, stream 7/pool/3."""
+    """Worked values of stream 7/pool/3."""
     weights = np.array([0.36044, 0.77484, 1.0, 0.36044])
     assert rows(make_pool(4).draw(2, [("a", None), ("b", weights)], step=3)) == [3, 2]
     assert rows(make_pool(4).draw(2, [("a", np.sqrt(weights)), ("b", np.sqrt(weights))], step=3)) == [3, 2]

@@ -34,11 +34,23 @@ def mixed(correct: int, size: int) -> list[Verdict]:
 def step_row(step: int) -> dict[str, Any]:
     verdicts = {f"verdict/{v}": n for v, n in zip(VERDICTS, (20, 3, 1, 8, 0), strict=True)}
     return verdicts | {
-        "step": step, "rollouts": 32, "clean_accuracy": 0.4 + 0.01 * step, "entropy": 0.7, "entropy_target": 0.75,
-        "temperature": 1.0, "all_wrong_share": 0.2, "all_correct_share": 0.1, "mean_completion_tokens": 9.0,
-        "grad_norm": 0.5, "generated_tokens": 300, "total_generated_tokens": 300 * (step + 1), "tokens_per_second": 60,
-        "peak_gib": 1.5, "seconds/generate": 4.0, "seconds/update": 1.0,
-    }  # fmt: skip
+        "step": step,
+        "rollouts": 32,
+        "clean_accuracy": 0.4 + 0.01 * step,
+        "entropy": 0.7,
+        "entropy_target": 0.75,
+        "temperature": 1.0,
+        "all_wrong_share": 0.2,
+        "all_correct_share": 0.1,
+        "mean_completion_tokens": 9.0,
+        "grad_norm": 0.5,
+        "generated_tokens": 300,
+        "total_generated_tokens": 300 * (step + 1),
+        "tokens_per_second": 60,
+        "peak_gib": 1.5,
+        "seconds/generate": 4.0,
+        "seconds/update": 1.0,
+    }
 
 
 def make_run(path: Path, num_steps: int = 12, text: str = "4") -> Path:

@@ -32,16 +32,28 @@ def make_model(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
     attention.register()
     torch.manual_seed(seed)
     shape = dict(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
     config = LlamaConfig(**{**shape, **changes}, attn_implementation="e3fast")
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
 def save_tiny(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """A checkpoint folder of a one-million-parameter model, for runs through the command line."""
-    make_model(dtype, hidden_size=128, intermediate_size=384, num_hidden_layers=4, head_dim=32, **changes).save_pretrained(folder)
+    make_model(
+        dtype, hidden_size=128, intermediate_size=384, num_hidden_layers=4, head_dim=32, **changes
+    ).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""The seam for exploration methods: a base class of no-op hooks, in call order (METHODS.md 0.5).
+"""The seam for exploration methods: a base class of no-op hooks, in call order.
 
 A method overrides the few hooks it means. Knobs are init fields; state is `field(init=False)` and is checkpointed as it
 stands, so no method writes checkpoint code.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -34,7 +35,10 @@ class Method:
     """Rounds of rollouts in a step that this method may ask for."""
 
     def start(self, config: RunConfig, num_prompts: int) -> list[str]:
-        """Check the knobs against the run and size the state. ValueError refuses the run; the list holds notes for the user."""
+        """Check the knobs against the run and size the state. ValueError refuses the run.
+
+        The list holds notes for the user.
+        """
         return []
 
     def weigh(self, ctx: StepContext, prompts: Sequence[Prompt]) -> npt.NDArray[np.float64] | None:
@@ -88,8 +92,10 @@ def check_methods(methods: Sequence[Method]) -> None:
     """Refuse method lists whose order or ownership contradicts itself. ValueError says what to do."""
     names = [type(m).__name__ for m in methods]
     wanted = sorted(range(len(methods)), key=lambda i: methods[i].order)
-    if any(a.order > b.order for a, b in zip(methods, methods[1:], strict=False)):
-        raise ValueError(f"[[methods]] stand in the order {', '.join(names)}; write {', '.join(names[i] for i in wanted)}")
+    if any(a.order > b.order for a, b in pairwise(methods)):
+        raise ValueError(
+            f"[[methods]] stand in the order {', '.join(names)}; write {', '.join(names[i] for i in wanted)}"
+        )
     owner: dict[str, str] = {}
     for name, method in zip(names, methods, strict=True):
         for thing in sorted(method.owns):

@@ -1,7 +1,7 @@
-"""Arithmetic of rollout budgets: ranks, bounds and the allocation of one batch (METHODS.md 1.1-1.3, 1.6). Pure functions.
+"""Arithmetic of rollout budgets: ranks, bounds and the allocation of one batch. Pure functions.
 
-Letters: B requests of one batch, N_seen prompts ranked. A weight w is 2 * N_seen * k, an integer for every tie rule, so the
-fixed allocation runs on integers and exact fractions and conserves its total by construction.
+Letters: B requests of one batch, N_seen prompts ranked. A weight w is 2 * N_seen * k, an integer for every tie rule,
+so the fixed allocation runs on integers and exact fractions and conserves its total by construction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ def bounds(phase: int, group: int, min_group: int, max_group: int, widen: int) -
 
 
 def rank_weights(rates: npt.NDArray[np.float64], ties: str, order: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Weight 2 * position of each prompt, easiest first; `order` breaks ties ("mean" gives a class its mean position)."""
+    """Weight 2 * position of each prompt, easiest first.
+
+    `order` breaks ties ("mean" gives a class its mean position).
+    """
     ranked = np.lexsort((order, -rates))
     weights = np.empty(len(rates), dtype=np.int64)
     weights[ranked] = 2 * np.arange(len(rates))
@@ -47,8 +50,13 @@ def allocate_faithful(k: Sequence[float | None], total: int, low: int, high: int
     return counts
 
 
-def allocate_fixed(weights: Sequence[int], total: int, low: int, high: int, leftover: str, order: Sequence[float]) -> list[int]:
-    """Integer allocation in [low, high] with an exact total, non-decreasing in weight; equal weights are treated alike."""
+def allocate_fixed(
+    weights: Sequence[int], total: int, low: int, high: int, leftover: str, order: Sequence[float]
+) -> list[int]:
+    """Integer allocation in [low, high] with an exact total, non-decreasing in weight.
+
+    Equal weights are treated alike.
+    """
     share = capped_shares(weights, total - len(weights) * low, high - low)
     counts = [low + int(x) for x in share]
     left = total - sum(counts)
@@ -63,7 +71,10 @@ def allocate_fixed(weights: Sequence[int], total: int, low: int, high: int, left
 
 
 def capped_shares(weights: Sequence[int], rest: int, room: int) -> list[Fraction]:
-    """`rest` split in proportion to weight, none above `room`: whoever saturates leaves, the others share what remains."""
+    """`rest` split in proportion to weight, none above `room`.
+
+    Whoever saturates leaves, the others share what remains.
+    """
     share = [Fraction(0)] * len(weights)
     free = list(range(len(weights)))
     while free:
@@ -118,7 +129,9 @@ def informative(rate: float, n: int) -> float:
     return 1 - rate**n - (1 - rate) ** n
 
 
-def allocate_sera(rates: Sequence[float], total: int, low: int, high: int, order: Sequence[float]) -> tuple[list[int], float]:
+def allocate_sera(
+    rates: Sequence[float], total: int, low: int, high: int, order: Sequence[float]
+) -> tuple[list[int], float]:
     """Equal chance of a second success for all (SERA, arXiv 2609.36552); returns the counts and S of its solution."""
     active = [i for i, rate in enumerate(rates) if informative(rate, high) >= 0.05]
     spare = total - low * (len(rates) - len(active))

@@ -1,14 +1,17 @@
-"""E3: rollout budgets by difficulty and a temperature that holds entropy (arXiv 2505.18573; code LiaoMengqi/E3-RL4LLMs).
+"""E3: rollout budgets by difficulty, and a temperature that holds entropy.
 
-RolloutBudget: prompts are ranked by clean pass rate once a phase; a batch's rollouts go to the harder ones at equal total,
-within bounds that widen phase by phase. `mode="faithful"` repeats the published algorithm with its artefacts, "fixed" repairs
-the cap, the 1e-8, the all-easy batch and the tie rule. Differences from the paper stand in METHODS.md section 1.
+Paper: arXiv 2505.18573; code: LiaoMengqi/E3-RL4LLMs.
+
+RolloutBudget: prompts are ranked by clean pass rate once a phase; a batch's rollouts go to the harder ones at equal
+total, within bounds that widen phase by phase. `mode="faithful"` repeats the published algorithm; "fixed" differs: no
+group above its bound, integer shares that lose no rollout to a 1e-8, equal ranks treated alike, unseen prompts in the
+middle, ties broken at random each phase, and no run of all to the first prompts where nothing is known.
 
 EntropyTemperature (paper's Eq. 4 and 5): with F = ln V + ln ln V for V logits,
 
     tau <- tau (1 + gain tau ln(H*/H) / F)      H* = H_init a(t), a(t) falls from 1 to `anneal_factor` by a half cosine
 
-clipped in its step and range, which the paper does not do.
+It differs by clips of the step and of the range, one controller for all ranks, and state that is saved.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class RolloutBudget(Method):
 
     succ: FloatArray = field(init=False, default_factory=lambda: np.zeros(0))  # (N_D,) clean successes
     count: FloatArray = field(init=False, default_factory=lambda: np.zeros(0))  # (N_D,) clean rollouts
-    weight: IntArray = field(init=False, default_factory=lambda: np.zeros(0, dtype=np.int64))  # (N_D,) 2 N_seen k, frozen
+    weight: IntArray = field(
+        init=False, default_factory=lambda: np.zeros(0, dtype=np.int64)
+    )  # (N_D,) 2 N_seen k, frozen
     rate: FloatArray = field(init=False, default_factory=lambda: np.zeros(0))  # (N_D,) pass rate with prior, frozen
     num_ranked: int = field(init=False, default=0)
     phase: int = field(init=False, default=0)
@@ -100,11 +105,17 @@ class RolloutBudget(Method):
         if (self.length_mu > 0) != (self.length_share > 0):
             a, b = ("length_share", "length_mu") if self.length_share else ("length_mu", "length_share")
             raise ValueError(f"{a} is set but {b} is 0: set both or neither")
-        check(0 <= self.length_share <= 1 and self.length_mu >= 0, "length_share, length_mu", "in [0, 1], >= 0",
-              (self.length_share, self.length_mu))  # fmt: skip
+        check(
+            0 <= self.length_share <= 1 and self.length_mu >= 0,
+            "length_share, length_mu",
+            "in [0, 1], >= 0",
+            (self.length_share, self.length_mu),
+        )
         self.check_estimator()
         if config.loss.aggregation != "token" and self.group_weight == "prompt":
-            raise ValueError("group_weight 'prompt' needs loss.aggregation 'token': other aggregations set their own weights")
+            raise ValueError(
+                "group_weight 'prompt' needs loss.aggregation 'token': other aggregations set their own weights"
+            )
 
     def check_estimator(self) -> None:
         if self.estimator != "rank":
@@ -181,15 +192,23 @@ class RolloutBudget(Method):
         if not self.length_mu:
             return groups
         easy = lambda g: (k := self.difficulty(g.prompt.row)) is not None and k <= self.length_share  # noqa: E731
-        return [self.shorten(group) if self.weight[group.prompt.row] >= 0 and easy(group) else group for group in groups]
+        return [
+            self.shorten(group) if self.weight[group.prompt.row] >= 0 and easy(group) else group for group in groups
+        ]
 
     def shorten(self, group: Group) -> Group:
         def shaped(score: Score, num_tokens: int) -> Score:
             cost = self.length_mu * num_tokens
-            return dataclasses.replace(score, value=score.value - cost / (1 + cost)) if score.verdict == "correct" else score
+            return (
+                dataclasses.replace(score, value=score.value - cost / (1 + cost))
+                if score.verdict == "correct"
+                else score
+            )
 
         pairs = zip(group.scores, group.rollouts, strict=True)
-        return dataclasses.replace(group, scores=tuple(shaped(score, len(rollout.token_ids)) for score, rollout in pairs))
+        return dataclasses.replace(
+            group, scores=tuple(shaped(score, len(rollout.token_ids)) for score, rollout in pairs)
+        )
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

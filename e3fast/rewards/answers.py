@@ -43,7 +43,7 @@ def last_number(text: str) -> str | None:
 
 
 def judge(accepted: bool, extracted: bool, well_formed: bool, rollout: Rollout, format_weight: float) -> Score:
-    """The verdict of METHODS.md 0.2, and the reward: accuracy, and `format_weight` more for the asked form."""
+    """The verdict, decided in a fixed order, and the reward: accuracy, and `format_weight` more for the asked form."""
     verdict: Verdict = "wrong"
     if accepted:
         verdict = "correct"

@@ -2,7 +2,7 @@
 
 Verifiers parse whatever a policy writes, and some of it makes them hang, raise or crash. So each rollout is a task of
 its own in a process that can be killed. A rollout without a verdict (time-out, exception, dead worker) is tried once
-more in processes started for the purpose; after that it is `failed`, which is not `wrong` (METHODS.md 0.2).
+more in processes started for the purpose; after that it is `failed`, which is not `wrong`.
 """
 
 from __future__ import annotations

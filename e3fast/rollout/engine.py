@@ -14,7 +14,7 @@ class Engine(Protocol):
     policy_version: int
 
     def generate(self, requests: Sequence[Request]) -> list[list[Rollout]]:
-        """`num_rollouts` completions of each request, in order, at its own temperature, with their log-probabilities."""
+        """`num_rollouts` completions of each request, in order, at its temperature, with their log-probabilities."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:

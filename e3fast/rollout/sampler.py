@@ -1,8 +1,8 @@
 """Sampling inside transformers' generate: a logits processor that draws each row's token and keeps its log-probability.
 
-Each row has its own temperature and its own random stream, so a completion does not depend on what else is in the batch.
-One uniform number a token picks from the distribution's running sum; generate's own draw, which fills a (B, V) tensor with
-random numbers on one thread, was the largest single cost of decoding on a CPU.
+Each row has its own temperature and its own random stream, so a completion does not depend on what else is in the
+batch. One uniform number a token picks from the distribution's running sum; generate's own draw, which fills a (B, V)
+tensor with random numbers on one thread, was the largest single cost of decoding on a CPU.
 
 Letters: B rows, V vocabulary.
 """
@@ -17,7 +17,10 @@ BLOCK = 128
 
 
 class Sampler:
-    """`LogitsProcessor` protocol: called with (input_ids, scores) once a token; returns scores whose argmax is the draw."""
+    """`LogitsProcessor` protocol: called with (input_ids, scores) once a token.
+
+    Returns scores whose argmax is the draw.
+    """
 
     def __init__(self, temperatures: Tensor, uniforms: Tensor) -> None:
         self.temperatures = temperatures  # (B,), 0 = greedy

@@ -1,7 +1,7 @@
 """Rollouts by transformers' own generation, in the learner's process.
 
-Requests of unequal counts and temperatures go into one batch. A prompt is prefilled once and its key-value cache repeated
-for its rollouts.
+Requests of unequal counts and temperatures go into one batch. A prompt is prefilled once and its key-value cache
+repeated for its rollouts.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ class TransformersEngine:
         from transformers import GenerationConfig
 
         return GenerationConfig(
-            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=self.end_tokens, pad_token_id=self.end_tokens[0]
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=self.end_tokens,
+            pad_token_id=self.end_tokens[0],
         )
 
     def finish(self, request: Request, tokens: list[int], logprobs: list[float]) -> Rollout:
@@ -134,5 +137,7 @@ def end_of_sequence(model: Any, tokenizer: Any) -> list[int]:
     ends = [*ends, tokenizer.eos_token_id]
     found = list(dict.fromkeys(token for token in ends if token is not None))
     if not found:
-        raise ValueError("neither model nor tokenizer names an end-of-sequence token; set eos_token_id in generation_config")
+        raise ValueError(
+            "neither model nor tokenizer names an end-of-sequence token; set eos_token_id in generation_config"
+        )
     return found

@@ -49,7 +49,9 @@ def test_logprobs_against_twin(option, with_bias):
     for op in (linear_logprobs, reference.linear_logprobs):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
         # the budget forces several chunks
-        call = functools.partial(op, bias=leaves[2] if with_bias else None, max_extra_bytes=101 * 16 * 64, **OPTIONS[option])
+        call = functools.partial(
+            op, bias=leaves[2] if with_bias else None, max_extra_bytes=101 * 16 * 64, **OPTIONS[option]
+        )
         out = call(leaves[0], leaves[1], targets, want_entropy=True, want_sum_sq=True)
         loss = sum((u * x).sum() for u, x in zip(upstream, (out.logprobs, out.entropy, out.sum_sq), strict=True))
         grads.append((out, torch.autograd.grad(loss, leaves)))
@@ -118,8 +120,9 @@ def test_zero_rows_leave_the_products_exactly(zeros, seed, entropy_wanted):
     for drop in (True, False):
         x = hidden.clone().requires_grad_()
         data = {"advantages": advantages}
-        out = linear_grpo_loss(x, weight, targets, data, grpo, torch.ones(61).double(), drop_zero_rows=drop,
-                               want_entropy=entropy_wanted)  # fmt: skip
+        out = linear_grpo_loss(
+            x, weight, targets, data, grpo, torch.ones(61).double(), drop_zero_rows=drop, want_entropy=entropy_wanted
+        )
         out.loss.backward()
         found.append(x.grad)
         assert int(out.num_live) == 61 - zeros
@@ -151,8 +154,16 @@ def test_weight_gradient_does_not_lose_digits_over_many_chunks():
     advantages = draw(640).float()
     for out, budget in zip(grads, (1, 1 << 30), strict=True):
         w = weight.clone().requires_grad_()
-        loss = linear_grpo_loss(hidden, w, targets, {"advantages": advantages}, grpo, torch.ones(640), grad_weight_out=out,
-                                max_extra_bytes=budget).loss  # fmt: skip
+        loss = linear_grpo_loss(
+            hidden,
+            w,
+            targets,
+            {"advantages": advantages},
+            grpo,
+            torch.ones(640),
+            grad_weight_out=out,
+            max_extra_bytes=budget,
+        ).loss
         assert w.grad is None and loss.requires_grad
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 2e-3
 
@@ -218,7 +229,11 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "message"), BAD)
 def test_bad_arguments_are_named(change, message):
-    call = {"hidden": torch.zeros(4, 3), "weight": torch.zeros(9, 3), "targets": torch.zeros(4, dtype=torch.int64)} | change
+    call = {
+        "hidden": torch.zeros(4, 3),
+        "weight": torch.zeros(9, 3),
+        "targets": torch.zeros(4, dtype=torch.int64),
+    } | change
     with pytest.raises(ValueError) as error:
         linear_logprobs(call.pop("hidden"), call.pop("weight"), call.pop("targets"), **call)
     assert message in str(error.value)

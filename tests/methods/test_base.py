@@ -67,7 +67,10 @@ def test_tables_and_classes_from_outside():
     [
         ({"name": "rollout_budgets"}, "did you mean 'rollout_budget'?"),
         ({"min_group": 3}, "needs a name"),
-        ({"name": "rollout_budget", "min_grup": 3}, "unknown key methods.rollout_budget.min_grup; did you mean 'min_group'?"),
+        (
+            {"name": "rollout_budget", "min_grup": 3},
+            "unknown key methods.rollout_budget.min_grup; did you mean 'min_group'?",
+        ),
         ({"name": "rollout_budget", "phase": 3}, "unknown key methods.rollout_budget.phase"),
         ({"name": "rollout_budget", "estimator": "vip"}, "must be one of rank, variance, knapsack, sera, got 'vip'"),
         ({"name": "rollout_budget", "min_group": "3"}, "methods.rollout_budget.min_group must be int, got '3'"),

@@ -1,7 +1,8 @@
-"""RolloutBudget: every reference vector of METHODS.md section 1, and its laws."""
+"""RolloutBudget: worked values of every estimator, mode and tie rule, and its laws."""
 
 import dataclasses
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,7 +27,11 @@ VECTORS = [  # k, G, (lo, hi), faithful, fixed, fixed with remainder
     ([0, 0.25, 0.5, 0.75], 8, (4, 12), [4, 6, 10, 12], [4, 6, 10, 12], [4, 7, 9, 12]),
     ([0.1, 0.2, 0.3, 0.4], 8, (6, 10), [6, 7, 9, 10], [6, 7, 9, 10], [7, 8, 8, 9]),
     (
-        [i / 10 for i in range(10)], 8, (4, 12), [4, 4, 5, 6, 7, 8, 10, 12, 12, 12], [4, 4, 5, 6, 7, 8, 10, 12, 12, 12],
+        [i / 10 for i in range(10)],
+        8,
+        (4, 12),
+        [4, 4, 5, 6, 7, 8, 10, 12, 12, 12],
+        [4, 4, 5, 6, 7, 8, 10, 12, 12, 12],
         [4, 5, 6, 7, 8, 8, 9, 10, 11, 12],
     ),
     (UNKNOWN, 8, (8, 8), [8] * 4, [8] * 4, [8] * 4),
@@ -39,7 +44,7 @@ VECTORS = [  # k, G, (lo, hi), faithful, fixed, fixed with remainder
     ([0.9, 0.9, 0.9, 0], 8, (4, 12), [10, 9, 9, 4], [10, 9, 9, 4], [10, 9, 9, 4]),
     ([0.5, 0.8, 0.2], 5, (2, 9), [4, 8, 3], [5, 7, 3], [5, 7, 3]),
     ([0.7], 8, (4, 12), [8], [8], [8]),
-]  # fmt: skip
+]
 
 
 def integer_weights(k):
@@ -56,19 +61,24 @@ def test_allocation_vectors(k, group_size, limits, faithful, fixed, remainder):
 
 
 @given(
-    st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 16), st.integers(0, 15), st.integers(0, 60),
+    st.lists(st.integers(0, 50), min_size=1, max_size=40),
+    st.integers(1, 16),
+    st.integers(0, 15),
+    st.integers(0, 60),
     st.sampled_from(["hardest", "remainder"]),
-)  # fmt: skip
+)
 def test_fixed_conserves_caps_and_follows_difficulty(weights, group_size, below, above, leftover):
     low, high, total = max(group_size - below, 1), group_size + above, group_size * len(weights)
     counts = allocate_fixed(weights, total, low, high, leftover, list(range(len(weights))))
     assert sum(counts) == total and min(counts) >= low and max(counts) <= high
     hardest = sorted(zip(weights, counts, strict=True))
-    for (w, n), (v, m) in zip(hardest, hardest[1:], strict=False):
+    for (w, n), (v, m) in pairwise(hardest):
         assert w == v or n <= m
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(0, 0.999)), min_size=1, max_size=40), st.integers(1, 16), st.integers(0, 8))
+@given(
+    st.lists(st.one_of(st.none(), st.floats(0, 0.999)), min_size=1, max_size=40), st.integers(1, 16), st.integers(0, 8)
+)
 def test_faithful_conserves(k, group_size, spread):
     low, high = max(group_size - spread, 1), group_size + spread
     assert sum(allocate_faithful(k, group_size * len(k), low, high)) == group_size * len(k)
@@ -211,16 +221,22 @@ def test_notes():
     [
         ({"min_group": 9}, "min_group must be in [1, rollouts_per_prompt=8], got 9"),
         ({"max_group": 6}, "max_group must be at least rollouts_per_prompt=8, got 6"),
-        ({"estimator": "variance", "variance_form": "drgrpo", "min_group": 2}, "variance with form drgrpo needs min_group >= 3, got 2"),
+        (
+            {"estimator": "variance", "variance_form": "drgrpo", "min_group": 2},
+            "variance with form drgrpo needs min_group >= 3, got 2",
+        ),
         ({"decay": 0.0}, "decay must be in (0, 1], got 0"),
         ({"length_share": 0.1}, "length_share is set but length_mu is 0: set both or neither"),
-        ({"mode": "faithful", "ties": "random"}, "mode 'faithful' fixes ties to 'index'; remove ties='random' or use mode 'fixed'"),
+        (
+            {"mode": "faithful", "ties": "random"},
+            "mode 'faithful' fixes ties to 'index'; remove ties='random' or use mode 'fixed'",
+        ),
         ({"phase_prompts": 2}, "phase_prompts must be >= prompts_per_step=3, got 2"),
         ({"estimator": "sera", "ties": "mean"}, "ties is set but estimator is 'sera'"),
         ({"variance_form": "rloo"}, "variance_form is set but estimator is 'rank'"),
         ({"prior": 1.0}, "prior is set but estimator is 'rank'"),
     ],
-)  # fmt: skip
+)
 def test_bad_knobs(knobs, message):
     with pytest.raises(ValueError) as error:
         started(**knobs)

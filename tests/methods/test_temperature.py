@@ -1,4 +1,4 @@
-"""EntropyTemperature: the reference vectors of METHODS.md 2.6, its guards, and resume."""
+"""EntropyTemperature: worked values, its guards, and resume."""
 
 import math
 
@@ -27,7 +27,8 @@ def test_spread_of_the_vocabulary(width, value):
 
 
 @pytest.mark.parametrize(
-    ("tau", "entropy", "expected"), [(1, 0.70, 1.005707), (1, 0.84, 0.993055), (1, 0.38, 1.048101), (1.1, 0.70, 1.106905)]
+    ("tau", "entropy", "expected"),
+    [(1, 0.70, 1.005707), (1, 0.84, 0.993055), (1, 0.38, 1.048101), (1.1, 0.70, 1.106905)],
 )
 def test_one_step(tau, entropy, expected):
     method = started(tau, target=0.76, anneal=False)
@@ -78,7 +79,7 @@ def test_plant_with_annealing():
 def test_a_stiff_plant_stays_finite():
     taus, _ = plant(started(anneal=False), elasticity=29.5)
     assert all(0.5 <= tau <= 2.0 for tau in taus)
-    slow, entropies = plant(started(anneal=False), elasticity=28.0, drift=0.0)
+    _, entropies = plant(started(anneal=False), elasticity=28.0, drift=0.0)
     assert abs(entropies[-1] / 0.76 - 1) < 1e-3
 
 

@@ -1,0 +1,101 @@
+"""Run files: strict reading with the path of what is wrong, and a text that reads back as itself."""
+
+import pytest
+
+from e3fast.config import (
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+    load_config,
+)
+from e3fast.config_text import config_text, field_notes
+from e3fast.methods import EntropyTemperature, RolloutBudget, method_table
+from e3fast.types import LossParams
+
+GOOD = """
+seed = 3
+[train]
+learning_rate = 1
+betas = [0.9, 0.95]
+[[data.train]]
+source = "gym:chain_sum"
+count = 4
+options = {min_terms = 2, operators = ["+"]}
+[[methods]]
+name = "rollout_budget"
+min_group = 2
+[[methods]]
+name = "entropy_temperature"
+target = 0.7
+"""
+
+
+def read(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return load_config(path)
+
+
+def test_a_run_file(tmp_path):
+    config = read(tmp_path, GOOD)
+    assert config.seed == 3 and config.train.learning_rate == 1.0 and config.train.betas == (0.9, 0.95)
+    assert config.data.train == (SourceConfig("gym:chain_sum", count=4, options={"min_terms": 2, "operators": ["+"]}),)
+    assert [type(m) for m in config.methods] == [RolloutBudget, EntropyTemperature]
+    assert config.methods[1].target == 0.7
+
+
+def test_the_printed_config_reads_back(tmp_path):
+    config = read(tmp_path, GOOD)
+    again = read(tmp_path, config_text(config))
+    assert [method_table(m) for m in again.methods] == [method_table(m) for m in config.methods]
+    assert config_text(again) == config_text(config)
+    for name in ("model", "data", "rollout", "reward", "train", "loss", "eval", "seed", "output_dir"):
+        assert getattr(again, name) == getattr(config, name)
+
+
+@pytest.mark.parametrize(
+    "cls", [ModelConfig, SourceConfig, DataConfig, RolloutConfig, RewardConfig, TrainConfig, EvalConfig, LossParams]
+)
+def test_every_knob_is_explained(cls):
+    assert set(field_notes(cls)) == set(cls.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nlearning_rat = 1", "unknown key train.learning_rat; did you mean 'learning_rate'?"),
+        ("[trian]\nsteps = 1", "unknown key trian; did you mean 'train'? known here: seed"),
+        ("[train]\nsteps = 1.5", "train.steps must be int, got 1.5"),
+        ("[train]\nsteps = true", "train.steps must be int, got True"),
+        ("[train]\nsteps = 0", "train.steps must be >= 1, got 0"),
+        ("[train]\nbetas = [0.9]", "train.betas must have 2 entries, got 1"),
+        ("train = 3", "train must be a table, got 3"),
+        ('[train]\nadvantage = "ppo"', "train.advantage must be one of grpo, dr_grpo, rloo, got 'ppo'"),
+        ("[rollout]\ntemperature = 0", "rollout.temperature must be > 0, got 0.0"),
+        ("[eval]\nsamples = 2\nks = [4]", "eval.ks must be in [1, eval.samples=2], got (4,)"),
+        ("[[data.train]]\ncount = 3", "data source must be a name"),
+        ('[[data.train]]\nsource = "a.jsonl"\ncuont = 3', "unknown key data.train[0].cuont; did you mean 'count'?"),
+        ("methods = 3", "methods must be a list, got 3"),
+        ('[[methods]]\nname = "e3"', "unknown method 'e3'"),
+        ("[loss]\nclip_low = -1", "loss.clip_low must be in (0, 1.0], got -1.0"),
+        ("seed = ", "is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, message):
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, text)
+    assert message in str(error.value) and "run.toml" in str(error.value)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="cannot read run file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_defaults_are_whole():
+    assert "learning_rate" in config_text(RunConfig())

@@ -1,0 +1,252 @@
+"""The whole loop on a tiny random model: generate, score, pack, step, save, load; its laws and its bad inputs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from e3fast.cli import main
+from e3fast.config import load_config
+from e3fast.runlog import read_evals, read_metrics, read_rollouts
+from e3fast.train import train
+from tests.tiny import make_tokenizer, save_tiny
+
+RUN = """
+output_dir = "{out}"
+[model]
+name = "{model}"
+compute_dtype = "fp32"
+[data]
+system = "Sum."
+max_prompt_tokens = 120
+[[data.train]]
+source = "gym:basic_arithmetic"
+count = 12
+options = {{min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1, allow_parentheses = false}}
+[[data.held_out]]
+source = "gym:chain_sum"
+count = 4
+[rollout]
+rollouts_per_prompt = 4
+max_new_tokens = 8
+[reward]
+name = "tests.test_train:vowels"
+[train]
+steps = 4
+prompts_per_step = 4
+tokens_per_micro_batch = 400
+learning_rate = 1e-3
+[eval]
+num_prompts = 4
+samples = 2
+ks = [1, 2]
+"""
+E3 = """
+[[methods]]
+name = "rollout_budget"
+min_group = 2
+max_group = 6
+[[methods]]
+name = "entropy_temperature"
+"""
+
+
+def vowels(prompt, rollout):
+    """A reward a random model can earn: the share of small letters."""
+    return float(sum("a" <= c <= "z" for c in rollout.text) >= 2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def run_file(tmp_path, model, text=RUN + E3, name="run", **changes):
+    path = tmp_path / f"{name}.toml"
+    text = text.format(out=tmp_path / name, model=model)
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+def start(*args, **kwargs):
+    path = run_file(*args, **kwargs)
+    assert train(load_config(path)) is False
+    return path.with_suffix("")
+
+
+def fingerprint(folder):
+    """What must not differ between two equal runs: rollouts, metrics but times, weights."""
+    timed = ("time", "seconds/", "tokens_per_second", "peak_gib")
+    lines = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(folder)]
+    weights = torch.load(folder / "checkpoint" / "learner.pt", weights_only=True)["masters"]
+    return lines, read_rollouts(folder).to_pylist(), [w.numpy().tobytes() for w in weights]
+
+
+def test_whole_loop(tmp_path, model):
+    folder = start(tmp_path, model)
+    metrics, evals = read_metrics(folder), read_evals(folder)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3] and [row["step"] for row in evals] == [0, 4]
+    rollouts = read_rollouts(folder).to_pylist()
+    assert len(rollouts) == sum(row["rollouts"] for row in metrics) == 4 * 4 * 4
+    assert {row["group_size_max"] for row in metrics} > {4}, "the second phase must have unequal groups"
+    assert metrics[2]["temperature"] != 1.0 and metrics[0]["entropy"] > 0
+    assert all(row["ratio_max"] == 1.0 for row in metrics if row["stepped"])
+    assert all(row["mismatch_max"] < 1e-3 for row in metrics)
+    assert (folder / "report.html").stat().st_size > 100_000
+    assert (folder / "checkpoint" / "model" / "model.safetensors").exists()
+    again = load_config(run_file(tmp_path, folder / "checkpoint" / "model", name="again"))
+    assert again.model.name.endswith("model") and train(again) is False
+
+
+def test_a_seed_reproduces_a_run_bit_for_bit(tmp_path, model):
+    first, second = (fingerprint(start(tmp_path, model, name=name)) for name in ("a", "b"))
+    assert first == second
+
+
+def test_no_methods_is_the_base_method_is_plain_grpo(tmp_path, model):
+    plain = start(tmp_path, model, RUN, name="plain")
+    base = start(tmp_path, model, RUN + '[[methods]]\nname = "e3fast.methods.base:Method"\n', name="base")
+    assert fingerprint(plain) == fingerprint(base)
+    assert {row["group_size_max"] for row in read_metrics(plain)} == {4}
+    assert {row["temperature"] for row in read_metrics(plain)} == {1.0}
+
+
+def test_resume_goes_on_where_the_run_stopped(tmp_path, model):
+    whole = start(tmp_path, model, name="whole")
+    path = run_file(tmp_path, model, name="parts")
+    text = path.read_text()
+    path.write_text(text.replace("learning_rate = 1e-3", "learning_rate = 1e-3\nmax_generated_tokens = 200"))
+    train(load_config(path))
+    done = len(read_metrics(path.with_suffix("")))
+    assert 0 < done < 4
+    path.write_text("resume = true\n" + text)
+    train(load_config(path))
+    assert fingerprint(path.with_suffix("")) == fingerprint(whole)
+
+
+def test_plain_grpo_at_equal_tokens_stops_on_its_budget(tmp_path, model):
+    limit = "learning_rate = 1e-3\nmax_generated_tokens = 100"
+    folder = start(tmp_path, model, RUN, **{"learning_rate = 1e-3": limit})
+    metrics = read_metrics(folder)
+    assert (
+        metrics[-1]["total_generated_tokens"] >= 100 > metrics[-2]["total_generated_tokens"]
+        if len(metrics) > 1
+        else True
+    )
+
+
+def test_ctrl_c_saves_and_ends_cleanly(tmp_path, model):
+    path = run_file(tmp_path, model, **{"steps = 4": "steps = 4000"})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "e3fast.cli", "train", str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.STDOUT,
+        cwd=Path(__file__).parents[1],
+    )
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if "step 1/" in line:
+            os.kill(process.pid, signal.SIGINT)
+            break
+    seen += process.stdout.read()
+    assert process.wait(60) == 130 and "Traceback" not in seen and "go on with --resume" in seen
+    state = json.loads((path.with_suffix("") / "checkpoint" / "state.json").read_text())
+    assert state["next_step"] == len(read_metrics(path.with_suffix("")))
+
+
+def raises(prompt, rollout):
+    raise RuntimeError("my reward is broken")
+
+
+def test_a_reward_that_raises_costs_its_rollouts_and_not_the_run(tmp_path, model):
+    folder = start(tmp_path, model, **{"tests.test_train:vowels": "tests.test_train:raises", "steps = 4": "steps = 1"})
+    (row,) = read_metrics(folder)
+    assert row["verdict/failed"] == 16 and row["stepped"] is False
+
+
+def refused(tmp_path, capfd, args):
+    assert main(args) == 2
+    captured = capfd.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+    return captured.err
+
+
+BAD = [
+    ({"steps = 4": "stepz = 4"}, "unknown key train.stepz; did you mean 'steps'?"),
+    ({"gym:basic_arithmetic": "gym:basic_arithmetik"}, "basic_arithmetic"),
+    ({'"gym:basic_arithmetic"': '"none.jsonl"'}, "none.jsonl"),
+    ({"max_new_tokens = 8": "max_new_tokens = 200"}, "exceed the model's 256 positions"),
+    ({"tokens_per_micro_batch = 400": "tokens_per_micro_batch = 100"}, "exceed train.tokens_per_micro_batch=100"),
+    ({"prompts_per_step = 4": "prompts_per_step = 40"}, "more than the 12 prompts"),
+    ({"min_group = 2": "min_group = 5"}, "min_group must be in [1, rollouts_per_prompt=4], got 5"),
+    ({"tests.test_train:vowels": "tests.test_train:nothing"}, "nothing"),
+    ({"max_prompt_tokens = 120": "max_prompt_tokens = 3"}, "max_prompt_tokens"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_input_is_one_message_and_exit_code_2(tmp_path, capfd, model, change, message):
+    assert message in refused(tmp_path, capfd, ["train", str(run_file(tmp_path, model, **change))])
+
+
+def test_bad_commands(tmp_path, capfd, model):
+    assert "unknown command 'trian'" in refused(tmp_path, capfd, ["trian"])
+    assert "name a run file" in refused(tmp_path, capfd, ["train"])
+    assert "cannot load model" in refused(tmp_path, capfd, ["train", str(run_file(tmp_path, tmp_path / "nowhere"))])
+    assert "no metrics.jsonl" in refused(tmp_path, capfd, ["report", str(tmp_path)])
+
+
+def test_a_model_without_a_chat_template(tmp_path, capfd, model):
+    save_tiny(tmp_path / "bare")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    (tmp_path / "bare" / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path / "bare")
+    path = run_file(tmp_path, tmp_path / "bare")
+    assert "set model.chat_template" in refused(tmp_path, capfd, ["train", str(path)])
+
+
+def test_an_old_run_is_never_written_over(tmp_path, capfd, model):
+    folder = start(tmp_path, model)
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert "holds a run already" in refused(tmp_path, capfd, ["train", str(run_file(tmp_path, model))])
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_ends_with_a_message_and_keeps_what_was_written(tmp_path, capfd, model, monkeypatch):
+    from e3fast import session
+
+    folder = start(tmp_path, model)
+    before = fingerprint(folder)
+
+    def full(*args):
+        raise OSError(28, "No space left on device", "checkpoint.new/model.safetensors")
+
+    monkeypatch.setattr(session, "save_checkpoint", full)
+    path = run_file(tmp_path, model, **{"steps = 4": "steps = 5"})
+    message = refused(tmp_path, capfd, ["train", str(path), "--resume"])
+    assert "the disk is full" in message
+    assert fingerprint(folder)[2] == before[2] and read_metrics(folder)[:4] == before_lines(folder)
+
+
+def before_lines(folder):
+    return read_metrics(folder)[:4]
+
+
+def test_flags_override_the_file(tmp_path, model):
+    path = run_file(tmp_path, model)
+    assert (
+        main(["train", str(path), "--train.steps", "1", "--rollout.temperature", "0.9", "--eval.num-prompts", "0"]) == 0
+    )
+    (row,) = read_metrics(path.with_suffix(""))
+    assert row["temperature"] == 0.9 and read_evals(path.with_suffix("")) == []
