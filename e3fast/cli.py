@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     from e3fast.machine import set_threads
 
     set_threads()  # before torch is imported
+    sys.path.insert(0, "")  # rewards and methods of one's own are looked for in the current folder too
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)

@@ -74,7 +74,7 @@ def rollout_rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]
                 "prompt_id": encodable(prompt.id),
                 "source": encodable(prompt.source),
                 "prompt": encodable(question),
-                "answer": encodable(prompt.answer),
+                "answer": encodable(readable_answer(prompt.answer)),
                 "completion": encodable(rollout.text),
                 "num_tokens": len(rollout.token_ids),
                 "reward": score.value,
@@ -85,6 +85,15 @@ def rollout_rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]
                 "kind": rollout.request.kind,
                 "policy_version": rollout.policy_version,
             }
+
+
+def readable_answer(answer: str) -> str:
+    """The answer a person would write: that of a gym entry, whose JSON holds all its verifier needs."""
+    try:
+        entry = json.loads(answer)
+    except ValueError:
+        return answer
+    return str(entry["answer"]) if isinstance(entry, dict) and "answer" in entry else answer
 
 
 def encodable(text: str) -> str:

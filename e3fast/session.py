@@ -29,6 +29,8 @@ from e3fast.rollout.transformers import TransformersEngine
 from e3fast.runlog import RunLog, read_evals, read_metrics
 from e3fast.types import Group, Request, StepContext
 
+FAILED_ALARM = 0.01  # share of a step's rollouts without a verdict from which the user is told: a model can learn it
+
 
 class Session:
     """Everything a run holds while it lives. The step itself is in train.py."""
@@ -118,6 +120,9 @@ class Session:
         )
         self.log.write_step(line)
         self.bar.update(line)
+        failed = metrics["verdict/failed"]
+        if failed > FAILED_ALARM * metrics["rollouts"]:
+            self.bar.note(f"step {self.next_step}: {failed} rollouts without a verdict (reward raised or hung twice)")
         every = self.config.train.save_every
         if every and self.next_step % every == 0 and self.next_step < self.config.train.steps:
             self.save()

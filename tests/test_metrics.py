@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from e3fast.metrics import StageClock, number, peak_gib, step_metrics, tenth_means
-from e3fast.runlog import RunLog, read_evals, read_metrics, read_rollouts
+from e3fast.runlog import RunLog, read_evals, read_metrics, read_rollouts, readable_answer
 from e3fast.types import (
     VERDICTS,
     Batch,
@@ -252,3 +252,13 @@ def test_tenths_and_numbers() -> None:
     assert tenth_means(rows, "y") == tenth_means([], "x") == (None, None)
     assert number({"x": math.nan}, "x") is number({"x": "1"}, "x") is number({}, "x") is None
     assert 0 < peak_gib() < 1000
+
+
+def test_a_gym_answer_is_written_as_a_person_would() -> None:
+    assert readable_answer('{"question": "1+1?", "answer": "2", "metadata": {}}') == "2"
+    assert [readable_answer(text) for text in ("12", "x = 3", '{"a": 1}', "[1, 2]")] == [
+        "12",
+        "x = 3",
+        '{"a": 1}',
+        "[1, 2]",
+    ]
