@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def exact_bf16_products(active: bool) -> Iterator[None]:
     if not active:
         yield
         return
-    switch = torch.backends.mkldnn.matmul
+    switch = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # set at run time
     before = switch.fp32_precision
     switch.fp32_precision = "bf16"
     try:
@@ -71,7 +71,7 @@ def under_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def check_head(
     hidden: Tensor,
     weight: Tensor,
-    rows: dict[str, Tensor | None],
+    rows: Mapping[str, Tensor | None],
     *,
     bias: Tensor | None,
     temperature: float | Tensor,

@@ -91,7 +91,7 @@ class LinearGrpoLoss(torch.autograd.Function):
             z = head_logits(x, head, tau)
             stats = row_stats(z, y, None, entropy_over="vocab", want_entropy=job.want_entropy, want_sum_sq=False)
             logprobs[rows] = stats.logprobs
-            if entropy is not None:
+            if entropy is not None and stats.entropy is not None:
                 entropy[rows] = stats.entropy
             chunk_loss, a, b = coefficients(job, rows, stats.logprobs, stats.entropy)
             loss += chunk_loss
@@ -137,7 +137,7 @@ def backward_rows(
             return
         x, tau, y, a, rows = x[kept], tau[kept], y[kept], a[kept], rows[kept]
         b = b[kept] if b is not None else None
-        stats = RowStats(*(value[kept] if value is not None else None for value in stats))
+        stats = stats.pick(kept)
     dz, target = row_dz(stats, y, a, b, None, False)
     chunk_dx = torch.empty_like(x) if grads.hidden is not None else None
     head_backward(x, head, tau, stats, y, dz, target, HeadGrads(chunk_dx, grads.weight, grads.bias))

@@ -57,8 +57,9 @@ def chunk_stats(rows: Tensor, hidden: Tensor, head: Head, job: Job) -> RowStats:
     targets = job.targets[rows]
     z = head_logits(hidden, head, job.temperature[rows])
     mask = kept_rows(job.kept, rows, targets, head.weight.shape[0]) if job.kept is not None else None
-    wants = dict(entropy_over=job.entropy_over, want_entropy=job.want_entropy, want_sum_sq=job.want_sum_sq)
-    return row_stats(z, targets, mask, **wants)
+    return row_stats(
+        z, targets, mask, entropy_over=job.entropy_over, want_entropy=job.want_entropy, want_sum_sq=job.want_sum_sq
+    )
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -70,13 +71,9 @@ class LinearLogProbs(torch.autograd.Function):
         logprobs, lse, entropy, sum_sq = new(True), new(True), new(job.want_entropy), new(job.want_sum_sq)
         for rows in chunks(job.rows, job.num_chunk_rows):
             stats = chunk_stats(rows, hidden[rows].to(dtype), head, job)
-            for out, value in (
-                (logprobs, stats.logprobs),
-                (lse, stats.lse),
-                (entropy, stats.entropy),
-                (sum_sq, stats.sum_sq),
-            ):
-                if out is not None:
+            found = (stats.logprobs, stats.lse, stats.entropy, stats.sum_sq)
+            for out, value in zip((logprobs, lse, entropy, sum_sq), found, strict=True):
+                if out is not None and value is not None:
                     out[rows] = value
         ctx.save_for_backward(hidden, weight, bias)
         ctx.job = job
@@ -105,7 +102,7 @@ class LinearLogProbs(torch.autograd.Function):
             chunk_dx = torch.empty_like(x) if dx is not None else None
             buffers = HeadGrads(chunk_dx, dw, db)
             head_backward(x, head, job.temperature[rows], stats, job.targets[rows], dz, target, buffers)
-            if dx is not None:
+            if dx is not None and chunk_dx is not None:
                 dx[rows] = chunk_dx
         cast = lambda grad, like: grad.to(like.dtype) if grad is not None else None  # noqa: E731
         return cast(dx, hidden), cast(dw, weight), cast(db, bias), None

@@ -98,8 +98,16 @@ def linear_grpo_loss(
     """Weighted sum of a token loss over the live rows; weight gradients go where autograd puts them."""
     live = weights != 0
     scale = temperature[live] if isinstance(temperature, Tensor) else temperature
-    head = dict(bias=bias, temperature=scale, logit_scale=logit_scale, softcap=softcap)
-    out = linear_logprobs(hidden[live], weight, targets[live], want_entropy=want_entropy, **head)
+    out = linear_logprobs(
+        hidden[live],
+        weight,
+        targets[live],
+        bias=bias,
+        temperature=scale,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        want_entropy=want_entropy,
+    )
     terms = token_loss(out.logprobs, out.entropy, {name: value[live] for name, value in token_data.items()})
     metrics = {name: value.max() if name.endswith("_max") else value.sum() for name, value in terms.metrics.items()}
     metrics["num_rows"] = live.sum()

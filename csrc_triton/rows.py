@@ -12,7 +12,7 @@ sum_sq follow it only on request.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ class RowStats(NamedTuple):
     log_s: Tensor  # (C,) log sum e^(z-m) over the vocabulary
     kept: Tensor | None  # (C, V) membership, or None for all
     log_s_kept: Tensor  # (C,) the same sum over the kept set
+
+    def pick(self, rows: Tensor) -> RowStats:
+        """The same of some rows."""
+        found: Any = (value[rows] if value is not None else None for value in self)
+        return RowStats(*found)
 
 
 def kept_rows(kept: tuple[Tensor, Tensor], rows: Tensor, targets: Tensor, num_classes: int) -> Tensor:

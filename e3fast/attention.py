@@ -97,7 +97,7 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: returns ((B, U, Hq, D), None)."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     if plan is not None:
         return packed_attention(query[0], key[0], value[0], scaling, plan)[None], None
     if query.shape[2] == 1 and attention_mask is not None and attention_mask.dtype == torch.bool:

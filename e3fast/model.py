@@ -39,7 +39,7 @@ def load_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     trust = config.trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation="e3fast", trust_remote_code=trust
         )
     except (OSError, ValueError) as error:

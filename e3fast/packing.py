@@ -29,15 +29,16 @@ def pack(
     num_ranks: int,
     *,
     sharing: bool = True,
+    score_all: bool = True,
 ) -> Batch:
     """One optimiser step's samples as micro-batches; `weights` (one a sample) weigh its loss tokens.
 
-    Samples whose advantages are all zero get no backward pass: they go into `forward_only`, for their entropy. Samples
-    without a loss token are not packed. ValueError for a sample longer than the cap.
+    Samples whose advantages are all zero get no backward pass: they go into `forward_only`, for their entropy, or with
+    `score_all` off nowhere. Samples without a loss token are not packed. ValueError for a sample longer than the cap.
     """
     asked = [i for i, sample in enumerate(samples) if sample.num_loss_tokens]
     trained = [i for i in asked if samples[i].has_signal]
-    scored = [i for i in asked if not samples[i].has_signal]
+    scored = [i for i in asked if score_all and not samples[i].has_signal]
     plans = [plan_packing(samples, chosen, num_ranks, tokens_per_micro_batch, sharing) for chosen in (trained, scored)]
     built = [[[build(samples, weights, fragments) for fragments in rank] for rank in plan.bins] for plan in plans]
     return Batch(

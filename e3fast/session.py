@@ -7,10 +7,12 @@ import dataclasses
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import numpy as np
 
 from e3fast import machine
 from e3fast.checkpoint import load_checkpoint, save_checkpoint
@@ -27,7 +29,8 @@ from e3fast.rewards import find_reward
 from e3fast.rewards.workers import RewardPool
 from e3fast.rollout.transformers import TransformersEngine
 from e3fast.runlog import RunLog, read_evals, read_metrics
-from e3fast.types import Group, Request, StepContext
+from e3fast.streams import stream_key, uniforms
+from e3fast.types import Group, Prompt, Request, StepContext
 
 FAILED_ALARM = 0.01  # share of a step's rollouts without a verdict from which the user is told: a model can learn it
 
@@ -50,6 +53,8 @@ class Session:
         self.interrupted = False
         notes = [f"{machine.describe()}; compute {str(dtype).removeprefix('torch.')}, {len(loaded.prompts)} prompts"]
         notes += data_notes(loaded)
+        if config.eval.num_prompts and not config.data.held_out:
+            notes.append("no [[data.held_out]] source: nothing is evaluated before and after")
         for method in config.methods:
             notes += method.start(config, len(loaded.prompts))
         if config.resume:
@@ -113,7 +118,7 @@ class Session:
                 "tokens_per_second": metrics["generated_tokens"]
                 / sum(v for k, v in metrics.items() if k.startswith("seconds/")),
                 "total_generated_tokens": self.generated_tokens,
-                "learning_rate": self.learner.learning_rate,
+                "learning_rate": self.learner.optimizer.param_groups[0]["lr"],
                 "peak_gib": peak_gib(),
                 "entropy_target": reports.get("entropy_temperature/target"),
             }
@@ -129,8 +134,8 @@ class Session:
 
     def evaluate(self, step: int) -> None:
         """Held-out pass@k, logged; nothing where evaluation is off."""
-        prompts = self.held_out.prompts[: self.config.eval.num_prompts]
-        if not prompts or not self.config.eval.num_prompts:
+        prompts = choose(self.held_out.prompts, self.config.eval.num_prompts, self.config.seed)
+        if not prompts:
             return
         self.bar.note(f"evaluating {len(prompts)} held-out prompts, {self.config.eval.samples} completions each")
         length, seed = self.config.rollout.max_new_tokens, self.config.seed
@@ -224,6 +229,12 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[LoadedPrompts, LoadedP
     return held_out, load_prompts(data.train, data, tokenizer, config.seed, "train", known)
 
 
+def choose(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> list[Prompt]:
+    """A fixed random `num_prompts` of them (all, if there are fewer), in their own order: no source goes short."""
+    order = np.argsort(uniforms(stream_key(seed, "held-out"), range(len(prompts))), kind="stable")
+    return [prompts[row] for row in sorted(order[:num_prompts])]
+
+
 def check_room(config: RunConfig, num_prompts: int) -> None:
     batch, cap = config.train.prompts_per_step, config.train.tokens_per_micro_batch
     if batch > num_prompts:
@@ -257,7 +268,7 @@ def evaluate_only(config: RunConfig) -> dict[str, Any]:
     if not config.data.held_out:
         raise ValueError("nothing to evaluate on: add at least one [[data.held_out]] table with a source")
     held_out = load_prompts(config.data.held_out, config.data, tokenizer, config.seed, "held_out")
-    prompts = held_out.prompts[: config.eval.num_prompts]
+    prompts = choose(held_out.prompts, config.eval.num_prompts, config.seed)
     engine = TransformersEngine(model, tokenizer, config.rollout.max_sequences)
     with RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer:
         return evaluate(engine, scorer, prompts, config.eval, config.rollout.max_new_tokens, config.seed)

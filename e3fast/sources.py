@@ -39,8 +39,6 @@ def read_rows(source: SourceConfig, gym_seed: int) -> Iterator[Row]:
     """Rows of a source in its own order: all of them, or for a gym task up to 8 times `count`."""
     if is_gym(source):
         return gym_rows(source, gym_seed)
-    if source.options:
-        raise ValueError(f"options of {source.source} do nothing: only gym: sources have options; remove them")
     if source.source.startswith("hub:"):
         records = hub_records(source)
     elif source.source.endswith((".jsonl", ".json")):  # a .json file must hold one object a line, as E3's test set does

@@ -49,4 +49,5 @@ def uniforms(key: int | npt.NDArray[np.uint64], index: npt.ArrayLike) -> npt.NDA
     x0, x1, x2, x3 = philox(np.asarray(key, dtype=np.uint64), j >> np.uint64(1))
     even = (j & np.uint64(1)) == 0
     a, b = np.where(even, x0, x2), np.where(even, x1, x3)
-    return ((a >> np.uint64(5)) * 2.0**26 + (b >> np.uint64(6)) + 0.5) * 2.0**-53
+    high, low = (a >> np.uint64(5)).astype(np.float64), (b >> np.uint64(6)).astype(np.float64)
+    return (high * 2.0**26 + low + 0.5) * 2.0**-53

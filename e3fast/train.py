@@ -79,11 +79,13 @@ def train_step(
             loss = method.tune(ctx, loss)
         weights = loss_weights(samples, loss, config.rollout.max_new_tokens)
         cap, sharing = config.train.tokens_per_micro_batch, config.train.share_prompts
-        batch = pack(samples, weights, cap, learner.num_ranks, sharing=sharing)
+        score_all = config.train.entropy_rows == "all"
+        batch = pack(samples, weights, cap, learner.num_ranks, sharing=sharing, score_all=score_all)
 
     # 4. update
     with clock("update"):
-        stats = learner.update(batch, loss)
+        every = config.train.probe_every
+        stats = learner.update(batch, loss, probe=bool(every) and ctx.step % every == 0)
 
     # 5. hand the new weights over; let the methods learn from the step
     with clock("sync"):

@@ -230,6 +230,8 @@ class StepStats:
     entropy: float  # nats per token over the entropy mask, at the tokens' own temperatures; nan without tokens
     entropy_tokens: int
     num_classes: int  # V, the width of the logits that entropy is over
+    entropy_at_one: float  # at temperature 1, over one micro-batch; nan in steps without a probe
+    elasticity: float  # d ln entropy / d ln temperature, over the same; nan in steps without a probe
     grad_norm: float
     ratio_max: float
     clip_share: float

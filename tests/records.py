@@ -52,6 +52,8 @@ def stats(entropy: float = 1.0, num_classes: int = 151936) -> StepStats:
         entropy=entropy,
         entropy_tokens=1,
         num_classes=num_classes,
+        entropy_at_one=1.0,
+        elasticity=1.5,
         grad_norm=0.0,
         ratio_max=1.0,
         clip_share=0.0,

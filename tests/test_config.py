@@ -80,6 +80,12 @@ def test_every_knob_is_explained(cls):
         ("[eval]\nsamples = 2\nks = [4]", "eval.ks must be in [1, eval.samples=2], got (4,)"),
         ("[[data.train]]\ncount = 3", "data source must be a name"),
         ('[[data.train]]\nsource = "a.jsonl"\ncuont = 3', "unknown key data.train[0].cuont; did you mean 'count'?"),
+        (
+            '[[data.train]]\nsource = "a.jsonl"\noptions = {a = 1}',
+            "options of a.jsonl does nothing: it belongs to gym: sources",
+        ),
+        ('[[data.train]]\nsource = "gym:a"\nsplit = "x"', "split of gym:a does nothing: it belongs to hub: sources"),
+        ('[[data.train]]\nsource = "gym:a"\nprompt_column = "x"', "prompt_column of gym:a does nothing"),
         ("methods = 3", "methods must be a list, got 3"),
         ('[[methods]]\nname = "e3"', "unknown method 'e3'"),
         ("[loss]\nclip_low = -1", "loss.clip_low must be in (0, 1.0], got -1.0"),

@@ -5,6 +5,7 @@ Learning rate 0 keeps ratio 1.
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -121,6 +122,25 @@ def test_a_step_without_signal_changes_nothing():
     stats = learner.update(pack(samples, loss_weights(samples, LossParams(), 16), 40, 1), LossParams())
     assert not stats.stepped and stats.entropy > 0 and learner.steps_done == 0
     assert all(torch.equal(a, b) for a, b in zip(before, learner.params, strict=True))
+
+
+def test_probe_measures_the_elasticity_and_changes_nothing():
+    """At temperature tau the entropy of softmax(z / tau) is known: check against a direct computation."""
+    learner, plain = (LocalLearner(make_model(torch.float32), TrainConfig(learning_rate=1e-3), CPU) for _ in range(2))
+    samples = make_samples(SHAPE, temperature=1.2)
+    batch = pack(samples, loss_weights(samples, LossParams(), 16), 10_000, 1)
+    stats = learner.update(batch, LossParams(), probe=True)
+    at_one, elasticity = plain.probe(batch.micro_batches[0][0])
+    assert (stats.entropy_at_one, stats.elasticity) == (at_one, elasticity)
+    assert at_one < stats.entropy and 0.1 < elasticity < 30
+    twin = LocalLearner(make_model(torch.float32), TrainConfig(learning_rate=0.0), CPU)
+    hot, hotter = (
+        twin.update(pack(s, loss_weights(s, LossParams(), 16), 10_000, 1), LossParams()).entropy
+        for s in (samples, make_samples(SHAPE, temperature=1.2 * 1.05))
+    )
+    assert elasticity == pytest.approx(math.log(hotter / hot) / math.log(1.05), rel=1e-4)
+    plain.update(batch, LossParams())
+    assert all(torch.equal(a, b) for a, b in zip(learner.params, plain.params, strict=True))
 
 
 def test_warm_up():

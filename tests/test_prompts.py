@@ -164,7 +164,6 @@ def test_a_broken_file_is_named_with_its_place(tmp_path: Path, rows: tuple, mess
         (SourceConfig("gym:chain_sum", count=3, options={"terms": 2}), "unknown option 'terms' .*min_terms"),
         (SourceConfig("gym:chain_sum", count=3, options={"min_terms": 0}), "refuses its options .*min_terms"),
         (SourceConfig("gym:chain_sum", count=3, options={"size": 2}), "unknown option 'size'"),
-        (SourceConfig("x.jsonl", options={"a": 2}), "only gym: sources have options"),
     ],
 )
 def test_a_bad_source_is_a_value_error_that_says_what_to_do(source: SourceConfig, message: str) -> None:

@@ -6,6 +6,7 @@ repeated for its rollouts.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -53,13 +54,14 @@ class TransformersEngine:
         drawn = torch.from_numpy(uniforms(keys[:, None], np.arange(longest)[None, :]))
         temperatures = torch.tensor([request.temperature for request in wanted], device=ids.device)
         sampler = Sampler(temperatures, drawn.to(ids.device))
-        out = self.model.generate(
-            ids,
-            attention_mask=mask,
-            generation_config=self.settings(longest),
-            logits_processor=[sampler],
-            **({} if cache is None else {self.cache_name: cache}),
-        )
+        with plain_generation(self.model):
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                generation_config=self.settings(longest),
+                logits_processor=[sampler],
+                **({} if cache is None else {self.cache_name: cache}),
+            )
         tokens = out[:, ids.shape[1] :].tolist()
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         for request, ids_, lps in zip(wanted, tokens, logprobs, strict=True):
@@ -128,6 +130,22 @@ class TransformersEngine:
 
     def wake(self) -> None:
         """Nothing to take again."""
+
+
+@contextlib.contextmanager
+def plain_generation(model: Any) -> Iterator[None]:
+    """Without the generation settings that came with the model.
+
+    generate fills whatever is not set from them, and a repetition penalty or a list of suppressed tokens there would
+    sample from another distribution than the one that the learner scores.
+    """
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def end_of_sequence(model: Any, tokenizer: Any) -> list[int]:

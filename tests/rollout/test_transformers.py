@@ -71,6 +71,17 @@ def test_ids_are_the_engines_own():
     assert any(tuple(TOKENIZER(r.text, add_special_tokens=False).input_ids) != r.token_ids for r in own)
 
 
+def test_generation_settings_of_the_model_do_not_bend_the_distribution():
+    """Qwen2.5 ships repetition_penalty = 1.05; the learner scores without it."""
+    plain, bent = engine(), engine()
+    bent.model.generation_config.repetition_penalty = 5.0
+    bent.model.generation_config.min_new_tokens = 9
+    bent.model.generation_config.suppress_tokens = list(range(60, 200))
+    a, b = plain.generate(requests()), bent.generate(requests())
+    assert [r.token_ids for own in a for r in own] == [r.token_ids for own in b for r in own]
+    assert bent.model.generation_config.repetition_penalty == 5.0
+
+
 def test_weights_are_taken_over():
     source, other = engine(), make_model(seed=5)
     before = source.generate(requests())
