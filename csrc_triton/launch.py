@@ -40,7 +40,11 @@ def chunk_rows(device: torch.device, weight: Tensor, dtype: torch.dtype, max_ext
 
     Two (C, V) buffers and, unless it is one already, a weight copy fit the budget.
     """
-    budget = max_extra_bytes if max_extra_bytes is not None else DEFAULT_EXTRA_BYTES[device.type]
+    budget = (
+        max_extra_bytes
+        if max_extra_bytes is not None
+        else DEFAULT_EXTRA_BYTES.get(device.type, DEFAULT_EXTRA_BYTES["cpu"])
+    )
     size = torch.finfo(dtype).bits // 8
     copy = 0 if weight.dtype == dtype else weight.numel() * size
     rows = (budget - copy) // (2 * size * weight.shape[0])

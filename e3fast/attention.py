@@ -99,12 +99,23 @@ def attention_forward(
     """transformers' attention interface: returns ((B, U, Hq, D), None)."""
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     if plan is not None:
+        refuse_unknown(plan, kwargs)
         return packed_attention(query[0], key[0], value[0], scaling, plan)[None], None
     if query.shape[2] == 1 and attention_mask is not None and attention_mask.dtype == torch.bool:
         return attend(query, key, value, attention_mask, scaling).transpose(1, 2), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def refuse_unknown(plan: AttentionPlan, options: dict[str, Any]) -> None:
+    """An attention that asks for more than a causal softmax must not be answered with one."""
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    window = options.get("sliding_window")
+    if window is not None and window < max(block.key_index.shape[1] for block in plan.blocks):
+        asked.append(f"sliding_window={window}")
+    if asked:
+        raise ValueError(f"packed attention does not support {', '.join(asked)} of this model")
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, plan: AttentionPlan) -> Tensor:

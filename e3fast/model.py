@@ -53,6 +53,7 @@ def load_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         tokenizer.chat_template = read_template(config.chat_template)
     model.to(device).eval()
     output_head(model)  # refuses heads the loss cannot use, now rather than in step 1
+    check_packing(model)
     return model, tokenizer
 
 
@@ -91,9 +92,34 @@ def packed_hidden(model: Any, micro_batch: MicroBatch) -> Tensor:
     return out.last_hidden_state[0]
 
 
+@torch.no_grad()
+def check_packing(model: Any) -> None:
+    """Refuse a model that does not give packed samples what it gives them alone; two short sequences tell."""
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.arange(12, device=model.device) % vocab
+    cu_seqlens, none = torch.tensor([0, 7, 12], device=model.device), torch.tensor([-1, -1], device=model.device)
+    positions = torch.cat([torch.arange(7), torch.arange(5)]).to(model.device)
+    plan = attention.plan_attention(cu_seqlens, none)
+    unused = ids.new_zeros(1, 1, 1, 1)
+    packed = model.base_model(
+        input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False, plan=plan
+    ).last_hidden_state[0, 7:]
+    alone = model.base_model(input_ids=ids[None, 7:], use_cache=False).last_hidden_state[0]
+    off = float((packed - alone).float().norm() / alone.float().norm())
+    if not off < (0.05 if model.dtype == torch.bfloat16 else 1e-3):
+        raise ValueError(f"{type(model).__name__} gives other hidden states when samples are packed (off by {off:.1%})")
+
+
 def check_lengths(model: Any, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuse lengths beyond the model's positions before anything is sampled."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """Refuse lengths beyond the model's positions, or its attention window, before anything is sampled."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and max_prompt_tokens + max_new_tokens > window:
+        raise ValueError(
+            f"data.max_prompt_tokens={max_prompt_tokens} + rollout.max_new_tokens={max_new_tokens} exceed the model's "
+            f"attention window of {window}, which packed attention does not support; lower one of them"
+        )
     if positions is not None and max_prompt_tokens + max_new_tokens > positions:
         raise ValueError(
             f"data.max_prompt_tokens={max_prompt_tokens} + rollout.max_new_tokens={max_new_tokens} exceed the model's "

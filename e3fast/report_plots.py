@@ -82,6 +82,10 @@ def entropy(metrics: Rows) -> Plot | None:
         band = {"fill": "tonexty", "fillcolor": "rgba(230,159,0,0.16)"}
         low, high = (line("target ± 3 %", x, edge, "rgba(0,0,0,0)", width=0) | {"hoverinfo": "skip"} for edge in edges)
         data = [low | {"showlegend": False}, high | band, line("target", x, target, ORANGE, dash="dash"), *data]
+    probes = column(metrics, "entropy_at_one")
+    if any(value is not None for value in probes):
+        marker = {"mode": "markers", "marker": {"size": 8, "color": PURPLE}, "connectgaps": False}
+        data.append(line("at temperature 1, one micro-batch", x, probes, PURPLE) | marker)
     return plot("Entropy", "Of the policy that sampled, at its temperature.", data, "nats / token")
 
 

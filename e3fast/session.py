@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 
 from e3fast import machine
 from e3fast.checkpoint import load_checkpoint, save_checkpoint
@@ -30,7 +32,7 @@ from e3fast.rewards.workers import RewardPool
 from e3fast.rollout.transformers import TransformersEngine
 from e3fast.runlog import RunLog, read_evals, read_metrics
 from e3fast.streams import stream_key, uniforms
-from e3fast.types import Group, Prompt, Request, StepContext
+from e3fast.types import Prompt
 
 FAILED_ALARM = 0.01  # share of a step's rollouts without a verdict from which the user is told: a model can learn it
 
@@ -40,10 +42,7 @@ class Session:
 
     def __init__(self, config: RunConfig, scorer: RewardPool, log: RunLog) -> None:
         self.config, self.scorer, self.log, self.folder = config, scorer, log, Path(config.output_dir)
-        device = machine.find_device()
-        dtype = machine.find_compute_dtype(config.model.compute_dtype, device)
-        self.model, self.tokenizer = load_policy(config.model, dtype, device)
-        check_lengths(self.model, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+        self.model, self.tokenizer, dtype, device = open_model(config)
         held_out, loaded = load_data(config, self.tokenizer)
         self.held_out, self.pool = held_out, PromptPool(loaded.prompts, config.seed)
         check_room(config, len(loaded.prompts))
@@ -64,43 +63,11 @@ class Session:
             self.bar.note(note)
         self.started = time.perf_counter() - self.seconds
 
-    # -- the loop's view -----------------------------------------------------------------------------------------------
-
     @property
     def finished(self) -> bool:
         limit = self.config.train.max_generated_tokens
         spent = bool(limit) and self.generated_tokens >= limit
         return self.interrupted or spent or self.next_step >= self.config.train.steps
-
-    def context(self) -> StepContext:
-        """A fresh context for the step that starts."""
-        config = self.config
-        ctx = StepContext(
-            seed=config.seed,
-            step=self.next_step,
-            max_steps=config.train.steps,
-            num_prompts=len(self.pool.prompts),
-            prompts_per_step=config.train.prompts_per_step,
-            rollouts_per_prompt=config.rollout.rollouts_per_prompt,
-            visits=self.pool.visits,
-            need=config.train.prompts_per_step,
-            refill=lambda n: [],
-            regrouped=lambda groups: groups,
-        )
-        ctx.refill = lambda n: self.refill(ctx, n)
-        ctx.regrouped = lambda groups: self.regrouped(ctx, groups)
-        return ctx
-
-    def refill(self, ctx: StepContext, need: int) -> list[Request]:
-        from e3fast.train import draw  # the loop owns how prompts become requests
-
-        ctx.need = need
-        return draw(ctx, self.config, self.pool, self.config.methods, need)
-
-    def regrouped(self, ctx: StepContext, groups: list[Group]) -> list[Group]:
-        for method in self.config.methods:
-            groups = method.regroup(ctx, groups)
-        return groups
 
     def end_step(self, metrics: dict[str, Any]) -> None:
         """Count, log and show a step; save where it is due."""
@@ -145,8 +112,6 @@ class Session:
         self.bar.note(f"held out at step {step}: {shares} ({result['seconds']:.0f} s)")
         self.started += result["seconds"]  # a run's time is its training time
 
-    # -- keeping -------------------------------------------------------------------------------------------------------
-
     def save(self) -> None:
         state = {
             "next_step": self.next_step,
@@ -186,7 +151,7 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(config: RunConfig) -> Iterator[Session]:
-    """A session whose Ctrl-C ends the step under way and then the run; a second one ends it at once."""
+    """A session that ends after the step under way on Ctrl-C or SIGTERM; a second one ends it at once."""
     check_methods(config.methods)
     log = open_log(config)
     with RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer:
@@ -198,11 +163,14 @@ def open_session(config: RunConfig) -> Iterator[Session]:
             session.interrupted = True
             session.bar.note("interrupted: finishing this step, then saving (once more to stop at once)")
 
-        before = signal.signal(signal.SIGINT, stop)
+        # Python gives signals to the main thread alone; a run in another thread has none to catch.
+        caught = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        before = [(number, signal.signal(number, stop)) for number in caught]
         try:
             yield session
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before:
+                signal.signal(number, handler)
             session.bar.close()
 
 
@@ -215,6 +183,16 @@ def open_log(config: RunConfig) -> RunLog:
     (folder / "config.toml").write_text(config_text(dataclasses.replace(config, resume=False)))
     (folder / "versions.json").write_text(json.dumps(machine.versions(), indent=1))
     return log
+
+
+def open_model(config: RunConfig) -> tuple[Any, Any, torch.dtype, torch.device]:
+    """The run's model and tokenizer on this machine's device, in its number format."""
+    print(f"loading {config.model.name}", flush=True)
+    device = machine.find_device()
+    dtype = machine.find_compute_dtype(config.model.compute_dtype, device)
+    model, tokenizer = load_policy(config.model, dtype, device)
+    check_lengths(model, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+    return model, tokenizer, dtype, device
 
 
 def load_data(config: RunConfig, tokenizer: Any) -> tuple[LoadedPrompts, LoadedPrompts]:
@@ -261,12 +239,9 @@ def snake(method: Any) -> str:
 
 def evaluate_only(config: RunConfig) -> dict[str, Any]:
     """pass@k of `config.model` on the run's held-out prompts, without training anything."""
-    device = machine.find_device()
-    dtype = machine.find_compute_dtype(config.model.compute_dtype, device)
-    model, tokenizer = load_policy(config.model, dtype, device)
-    check_lengths(model, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
     if not config.data.held_out:
         raise ValueError("nothing to evaluate on: add at least one [[data.held_out]] table with a source")
+    model, tokenizer, _, _ = open_model(config)
     held_out = load_prompts(config.data.held_out, config.data, tokenizer, config.seed, "held_out")
     prompts = choose(held_out.prompts, config.eval.num_prompts, config.seed)
     engine = TransformersEngine(model, tokenizer, config.rollout.max_sequences)

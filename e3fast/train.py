@@ -15,10 +15,11 @@ from e3fast.objective import loss_weights
 from e3fast.packing import pack
 from e3fast.prompts import PromptPool
 from e3fast.report import write_report
+from e3fast.requests import draw, make_context
 from e3fast.rollout.engine import Engine
-from e3fast.session import Session, open_session
-from e3fast.streams import stream_key
-from e3fast.types import Group, Prompt, Request, StepContext
+from e3fast.runlog import RunLog
+from e3fast.session import open_session
+from e3fast.types import Group, Request, StepContext
 
 
 def train(config: RunConfig) -> bool:
@@ -27,16 +28,9 @@ def train(config: RunConfig) -> bool:
         if session.next_step == 0:
             session.evaluate(step=0)
         while not session.finished:
-            metrics = train_step(
-                session.context(),
-                config,
-                session.pool,
-                session.scorer,
-                config.methods,
-                session.learner,
-                session.engine,
-                session,
-            )
+            ctx = make_context(config, session.pool, session.next_step)
+            learner, engine = session.learner, session.engine
+            metrics = train_step(ctx, config, session.pool, session.scorer, learner, engine, session.log)
             session.end_step(metrics)
         session.save()
         if not session.interrupted:
@@ -50,16 +44,15 @@ def train_step(
     config: RunConfig,
     pool: PromptPool,
     scorer: Scorer,
-    methods: Sequence[Method],
     learner: Learner,
     engine: Engine,
-    session: Session,
+    log: RunLog,
 ) -> dict[str, Any]:
     """One step: plan, roll out, credit, pack, update, learn. Returns its metrics."""
-    clock = StageClock()
+    methods, clock = config.methods, StageClock()
 
     # 1. plan: which prompts, how many rollouts each, how hot
-    requests = draw(ctx, config, pool, methods, ctx.need)
+    requests = draw(ctx, config, pool, ctx.need)
     for method in methods:
         requests = method.plan(ctx, requests)
 
@@ -92,25 +85,9 @@ def train_step(
         engine.load_weights(learner.weights(), policy_version=ctx.step + 1)
     for method in methods:
         method.observe(ctx, kept, stats)
-    session.log.write_rollouts(ctx.step, groups)
+    log.write_rollouts(ctx.step, groups)
     seconds = {f"seconds/{stage}": spent for stage, spent in clock.take().items()}
     return step_metrics(ctx, groups, batch, stats) | seconds
-
-
-def draw(ctx: StepContext, config: RunConfig, pool: PromptPool, methods: Sequence[Method], need: int) -> list[Request]:
-    """Prompts from the pool as requests of kind "first", this step's own excluded."""
-    opinions = [(type(method).__name__, method.weigh(ctx, pool.prompts)) for method in methods]
-    refill = ctx.round if ctx.round else None
-    prompts = pool.draw(need, opinions, ctx.step, frozenset(ctx.rows.values()), refill)
-    ctx.visits = pool.visits
-    ctx.rows |= {prompt.id: prompt.row for prompt in prompts}
-    return [new_request(ctx, config, prompt) for prompt in prompts]
-
-
-def new_request(ctx: StepContext, config: RunConfig, prompt: Prompt) -> Request:
-    rollout = config.rollout
-    seed = stream_key(config.seed, "rollout", ctx.step, ctx.round, prompt.id)
-    return Request(prompt, rollout.rollouts_per_prompt, rollout.temperature, rollout.max_new_tokens, seed)
 
 
 def roll_out(

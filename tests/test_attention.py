@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from e3fast import attention
-from e3fast.model import packed_hidden
+from e3fast.model import check_lengths, check_packing, packed_hidden
 from e3fast.packing import pack
 from tests.samples import make_samples
 from tests.tiny import make_model
@@ -116,3 +116,30 @@ def test_order_of_samples_does_not_matter():
         )
     for key, value in found[0].items():
         torch.testing.assert_close(value, found[1][key], atol=2e-6, rtol=2e-6)
+
+
+def test_what_packed_attention_cannot_do_is_refused():
+    plan = attention.plan_attention(torch.tensor([0, 5]), torch.tensor([-1]))
+    for name in ("softcap", "s_aux", "position_bias"):
+        with pytest.raises(ValueError, match=f"does not support {name}"):
+            attention.refuse_unknown(plan, {name: 30.0})
+    with pytest.raises(ValueError, match="sliding_window=4"):
+        attention.refuse_unknown(plan, {"sliding_window": 4})
+    attention.refuse_unknown(plan, {"sliding_window": 5, "softcap": None})
+
+
+def test_a_model_that_leaks_when_packed_is_refused(monkeypatch):
+    model = make_model()
+    check_packing(model)
+    leaky = attention.plan_attention(torch.tensor([0, 12]), torch.tensor([-1]))
+    monkeypatch.setattr(attention, "plan_attention", lambda *args: leaky)
+    with pytest.raises(ValueError, match="other hidden states when samples are packed"):
+        check_packing(model)
+
+
+def test_a_window_shorter_than_the_samples_is_refused():
+    model = make_model()
+    model.config.sliding_window = 40
+    check_lengths(model, 20, 20)
+    with pytest.raises(ValueError, match="attention window of 40"):
+        check_lengths(model, 20, 21)

@@ -5,13 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from e3fast.cli import main
 from e3fast.config import load_config
+from e3fast.methods import Method
 from e3fast.runlog import read_evals, read_metrics, read_rollouts
 from e3fast.train import train
 from tests.tiny import make_tokenizer, save_tiny
@@ -131,6 +135,50 @@ def test_resume_goes_on_where_the_run_stopped(tmp_path, model):
     assert fingerprint(path.with_suffix("")) == fingerprint(whole)
 
 
+@dataclass
+class Nosy(Method):
+    """Asks for two more prompts each step, drops one group, and writes down who was called when."""
+
+    calls: list[str] = field(init=False, default_factory=list)
+    max_rounds: ClassVar[int] = 2
+
+    def weigh(self, ctx, prompts):
+        self.calls.append(f"weigh {ctx.need}")
+        return np.arange(len(prompts), dtype=float)
+
+    def plan(self, ctx, requests):
+        self.calls.append(f"plan {len(requests)}")
+        return requests
+
+    def retry(self, ctx, groups):
+        self.calls.append(f"retry after {len(ctx.clean)}")
+        return ctx.refill(2)
+
+    def regroup(self, ctx, groups):
+        self.calls.append(f"regroup {len(groups)}")
+        return groups[1:]
+
+    def tune(self, ctx, loss):
+        self.calls.append("tune")
+        return loss
+
+    def observe(self, ctx, groups, stats):
+        self.calls.append(f"observe {len(groups)} of {len(ctx.clean)}, visits {ctx.visits}")
+
+
+def test_hooks_are_called_in_order_and_refills_pass_through_them(tmp_path, model):
+    text = RUN.replace("steps = 4", "steps = 2") + '[[methods]]\nname = "tests.test_train:Nosy"\n'
+    config = load_config(run_file(tmp_path, model, text))
+    assert train(config) is False
+    one = ["weigh 4", "plan 4", "retry after 4", "weigh 2", "plan 2", "regroup 6", "tune"]
+    assert config.methods[0].calls == [*one, "observe 5 of 6, visits 6", *one, "observe 5 of 6, visits 12"]
+    rows = read_rollouts(tmp_path / "run").to_pylist()
+    for step in (0, 1):
+        asked = [row["prompt_id"] for row in rows if row["step"] == step]
+        assert len(asked) == 24 and len(set(asked)) == 6
+    assert "gym:basic_arithmetic#0" not in {row["prompt_id"] for row in rows}, "weight 0 is never drawn"
+
+
 def test_plain_grpo_at_equal_tokens_stops_on_its_budget(tmp_path, model):
     limit = "learning_rate = 1e-3\nmax_generated_tokens = 100"
     folder = start(tmp_path, model, RUN, **{"learning_rate = 1e-3": limit})
@@ -142,7 +190,8 @@ def test_plain_grpo_at_equal_tokens_stops_on_its_budget(tmp_path, model):
     )
 
 
-def test_ctrl_c_saves_and_ends_cleanly(tmp_path, model):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_cleanly(tmp_path, model, number):
     path = run_file(tmp_path, model, **{"steps = 4": "steps = 4000"})
     process = subprocess.Popen(
         [sys.executable, "-m", "e3fast.cli", "train", str(path)],
@@ -156,7 +205,7 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path, model):
     for line in process.stdout:
         seen += line
         if "step 1/" in line:
-            os.kill(process.pid, signal.SIGINT)
+            os.kill(process.pid, number)
             break
     seen += process.stdout.read()
     assert process.wait(60) == 130 and "Traceback" not in seen and "go on with --resume" in seen

@@ -17,6 +17,7 @@ It differs by clips of the step and of the range, one controller for all ranks, 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -41,7 +42,7 @@ from e3fast.types import FloatArray, Group, IntArray, LossParams, Request, Score
 if TYPE_CHECKING:
     from e3fast.config import RunConfig
 
-ESTIMATORS = ("rank", "variance", "knapsack", "sera")
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -139,8 +140,6 @@ class RolloutBudget(Method):
             if self.leftover is not None:
                 raise ValueError(f"mode 'faithful' has its own leftover rule; remove leftover={self.leftover!r}")
 
-    # -- reading -----------------------------------------------------------------------------------------------------
-
     def difficulty(self, row: int) -> float | None:
         """k in [0, 1), bigger = harder; None before the first ranking."""
         if not self.num_ranked:
@@ -209,8 +208,6 @@ class RolloutBudget(Method):
         return dataclasses.replace(
             group, scores=tuple(shaped(score, len(rollout.token_ids)) for score, rollout in pairs)
         )
-
-    # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, ctx: StepContext, groups: list[Group], stats: StepStats) -> None:
         for prompt_id, (judged, correct) in ctx.clean.items():
@@ -306,6 +303,8 @@ class EntropyTemperature(Method):
         """Take the entropy of 1-based `step`, set the temperature of the next."""
         if not entropy > 1e-6:  # NaN too
             self.skipped += 1
+            if self.skipped % 10 == 0:
+                logger.warning("no usable entropy for %d steps (got %s): the temperature stays", self.skipped, entropy)
             return
         self.skipped = 0
         self.h_ema = entropy if self.h_ema is None else self.ema * self.h_ema + (1 - self.ema) * entropy
