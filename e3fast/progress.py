@@ -107,12 +107,18 @@ def add_pass_rates(table: Table, before: dict[str, Any], after: dict[str, Any]) 
     for name in names:
         table.add_row(f"held-out {name}", *share_cells(number(before, name), number(after, name)), style="bold")
     old, new = before.get("by_source") or {}, after.get("by_source") or {}
-    sources = sorted(old | new)
+    sources = list(old | new)
     for source in sources if len(sources) > 1 else []:
         for name in names:
             cells = share_cells(number(old.get(source, {}), name), number(new.get(source, {}), name))
-            table.add_row(f"  {source} {name}".replace("[", r"\["), *cells)
+            table.add_row(f"  {short(source, sources)} {name}".replace("[", r"\["), *cells)
     table.add_section()
+
+
+def short(source: str, sources: Sequence[str]) -> str:
+    """A source's name without the first word, where all share it."""
+    shared = len({name.partition(" ")[0] for name in sources}) == 1 and all(" " in name for name in sources)
+    return source.partition(" ")[2] if shared else source
 
 
 def add_changes(table: Table, metrics: Sequence[dict[str, Any]]) -> None:
@@ -161,6 +167,7 @@ def evaluation_table(result: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if not heading else "right")
     rows = {"all": result, **result["by_source"]} if len(result["by_source"]) > 1 else {"all": result}
     for label, row in rows.items():
+        label = short(label, list(result["by_source"])) if label != "all" else label
         table.add_row(label, str(row["num_prompts"]), *(share_cells(row.get(name), None)[0] for name in names))
     return table
 
