@@ -56,7 +56,7 @@ def field_notes(cls: type) -> dict[str, str]:
     for node, after in zip(body.body, body.body[1:], strict=False):
         is_note = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_note:
-            notes[node.target.id] = str(after.value.value)  # type: ignore[union-attr]
+            notes[node.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
     return notes
 
 
