@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         if error.errno in FULL:
-            return fail(f"the disk is full{where}; what was written before is intact. Free some space and add --resume")
+            kept = "what was written before is intact"
+            advice = "free some space; --resume goes on from the last checkpoint, if there is one"
+            return fail(f"the disk is full{where}; {kept}: {advice}")
         return fail(f"{error.strerror or error}{where}")
     except KeyboardInterrupt:
         return 130

@@ -157,7 +157,7 @@ class TrainConfig:
     """
     probe_every: int = 20
     """Steps between probes: entropy at temperature 1, and how entropy answers the temperature; 0 = never."""
-    save_every: int = 0
+    save_every: int = 100
     """Steps between checkpoints; 0 = only at the end and on Ctrl-C."""
 
     def __post_init__(self) -> None:

@@ -221,6 +221,8 @@ class LocalLearner:
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
+        # load_state_dict brings the old run's knobs along; this run's hold.
+        self.optimizer.param_groups[0].update(betas=self.config.betas, weight_decay=self.config.weight_decay)
         self.steps_done = state["steps_done"]
         self.publish()
 

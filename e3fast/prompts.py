@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -202,13 +203,20 @@ class PromptPool:
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to draw on exactly, as values JSON can hold."""
         counts = {"visits": self.visits, "topped_up": self.topped_up, "place": self._place}
-        return {"num_prompts": len(self.prompts), **counts}
+        return {"num_prompts": len(self.prompts), "fingerprint": self.fingerprint(), **counts}
+
+    def fingerprint(self) -> str:
+        """Of the seed and of what stands in each row: per-prompt state of another pool would be about other prompts."""
+        text = repr((self.seed, [(prompt.id, prompt.token_ids) for prompt in self.prompts]))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`. ValueError if it belongs to another pool."""
         if state["num_prompts"] != len(self.prompts):
             sizes = f"the checkpoint's pool had {state['num_prompts']} prompts, this one has {len(self.prompts)}"
             raise ValueError(f"{sizes}: resume with the same [data]")
+        if state["fingerprint"] != self.fingerprint():
+            raise ValueError("the checkpoint's pool held other prompts: resume with the same [data], model and seed")
         self.visits, self.topped_up, self._place = state["visits"], state["topped_up"], state["place"]
 
     def _rows(self) -> IntArray:

@@ -30,7 +30,7 @@ from e3fast.prompts import LoadedPrompts, PromptPool, load_prompts, question_tex
 from e3fast.rewards import find_reward
 from e3fast.rewards.workers import RewardPool
 from e3fast.rollout.transformers import TransformersEngine
-from e3fast.runlog import RunLog, read_evals, read_metrics
+from e3fast.runlog import RunLog, read_evals, read_metrics, replace_file
 from e3fast.streams import stream_key, uniforms
 from e3fast.types import Prompt
 
@@ -58,6 +58,7 @@ class Session:
             notes += method.start(config, len(loaded.prompts))
         if config.resume:
             self.restore()
+        self.write_facts()
         self.bar = ProgressBar(config.train.steps, self.next_step)
         for note in notes:
             self.bar.note(note)
@@ -99,8 +100,19 @@ class Session:
         if every and self.next_step % every == 0 and self.next_step < self.config.train.steps:
             self.save()
 
+    def write_facts(self) -> None:
+        """What this run is, once nothing refuses it any more."""
+        texts = {
+            "config.toml": config_text(dataclasses.replace(self.config, resume=False)),
+            "versions.json": json.dumps(machine.versions(), indent=1),
+        }
+        for name, text in texts.items():
+            replace_file(self.folder / name, lambda path, text=text: path.write_text(text))
+
     def evaluate(self, step: int) -> None:
-        """Held-out pass@k, logged; nothing where evaluation is off."""
+        """Held-out pass@k, logged; nothing where evaluation is off, or was done at this step before a resume."""
+        if any(row.get("step") == step for row in read_evals(self.folder)):
+            return
         prompts = choose(self.held_out.prompts, self.config.eval.num_prompts, self.config.seed)
         if not prompts:
             return
@@ -177,12 +189,13 @@ def open_session(config: RunConfig) -> Iterator[Session]:
 def open_log(config: RunConfig) -> RunLog:
     """The run's folder. A new run never writes over an old one's."""
     folder = Path(config.output_dir)
-    if (folder / "metrics.jsonl").exists() and not config.resume:
-        raise ValueError(f"{folder} holds a run already: choose another --output-dir, delete it, or add --resume")
-    log = RunLog(folder)
-    (folder / "config.toml").write_text(config_text(dataclasses.replace(config, resume=False)))
-    (folder / "versions.json").write_text(json.dumps(machine.versions(), indent=1))
-    return log
+    if not config.resume:
+        saved = (folder / "checkpoint").exists()
+        if saved or (folder / "metrics.jsonl").exists():
+            advice = "choose another --output-dir, delete it" + (", or add --resume" if saved else "")
+            raise ValueError(f"{folder} holds a run already: {advice}")
+        (folder / "eval.jsonl").unlink(missing_ok=True)  # of a run that ended before its first step
+    return RunLog(folder)
 
 
 def open_model(config: RunConfig) -> tuple[Any, Any, torch.dtype, torch.device]:
@@ -201,7 +214,7 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[LoadedPrompts, LoadedP
     if not data.train:
         raise ValueError("no training data: add at least one [[data.train]] table with a source")
     held_out = LoadedPrompts((), 0, 0, ())
-    if data.held_out and config.eval.num_prompts:
+    if data.held_out:  # with evaluation off too: what is trained on must not depend on it
         held_out = load_prompts(data.held_out, data, tokenizer, config.seed, role="held_out")
     known = question_texts(held_out.prompts)
     return held_out, load_prompts(data.train, data, tokenizer, config.seed, "train", known)

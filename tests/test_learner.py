@@ -128,6 +128,16 @@ def test_state_round_trip_goes_on_bit_for_bit():
         assert torch.equal(a, b)
 
 
+def test_a_resumed_optimizer_keeps_this_runs_knobs():
+    old = LocalLearner(make_model(), TrainConfig(weight_decay=0.5, betas=(0.5, 0.6)), CPU)
+    new = LocalLearner(make_model(), TrainConfig(weight_decay=0.0, betas=(0.9, 0.95)), CPU)
+    new.load_state(copy.deepcopy(old.state()))
+    assert new.optimizer.param_groups[0]["weight_decay"] == 0.0 and new.optimizer.param_groups[0]["betas"] == (
+        0.9,
+        0.95,
+    )
+
+
 def test_a_step_without_signal_changes_nothing():
     learner = LocalLearner(make_model(torch.float32), TrainConfig(learning_rate=1e-2), CPU)
     samples = make_samples(SHAPE, zero_groups={0, 1, 2, 3})

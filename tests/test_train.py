@@ -292,6 +292,45 @@ def before_lines(folder):
     return read_metrics(folder)[:4]
 
 
+def test_evaluations_stand_once_a_step_and_survive_a_resume(tmp_path, model):
+    folder = start(tmp_path, model)
+    first = read_evals(folder)
+    path = run_file(tmp_path, model)
+    path.write_text("resume = true\n" + path.read_text().replace("steps = 4", "steps = 5"))
+    train(load_config(path))
+    assert [row["step"] for row in read_evals(folder)] == [0, 4, 5] and read_evals(folder)[:2] == first
+    train(load_config(path))
+    assert [row["step"] for row in read_evals(folder)] == [0, 4, 5]
+
+
+def test_a_run_that_ended_before_its_first_step_leaves_nothing_to_the_next(tmp_path, model):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "eval.jsonl").write_text('{"step": 0, "pass@1": 0.99}\n')
+    folder = start(tmp_path, model)
+    assert [row["step"] for row in read_evals(folder)] == [0, 4]
+
+
+def test_a_refused_resume_changes_nothing(tmp_path, capfd, model):
+    folder = start(tmp_path, model)
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    path = run_file(tmp_path, model)
+    assert "other prompts" in refused(tmp_path, capfd, ["train", str(path), "--resume", "--seed", "1"])
+    other = run_file(tmp_path, tmp_path / "run" / "checkpoint" / "model", name="other")
+    other.write_text(other.read_text().replace(str(tmp_path / "other"), str(folder)))
+    assert "another model or other methods" in refused(tmp_path, capfd, ["train", str(other), "--resume"])
+    assert before == {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_held_out_questions_are_not_trained_on_with_evaluation_off(tmp_path, model):
+    twin = RUN.replace("gym:chain_sum", "gym:basic_arithmetic").replace("count = 4", "count = 60\noptions = "
+        "{{min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1, allow_parentheses = false}}")  # fmt: skip
+    asked = []
+    for name, number in (("on", "num_prompts = 4"), ("off", "num_prompts = 0")):
+        folder = start(tmp_path, model, twin, name=name, **{"num_prompts = 4": number, "steps = 4": "steps = 1"})
+        asked.append([row["prompt"] for row in read_rollouts(folder).to_pylist()])
+    assert asked[0] == asked[1]
+
+
 def test_flags_override_the_file(tmp_path, model):
     path = run_file(tmp_path, model)
     assert (

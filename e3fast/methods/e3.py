@@ -279,6 +279,8 @@ class EntropyTemperature(Method):
         check(0 <= ratio <= 1, "anneal_ratio", "in [0, 1]", ratio)
         check(self.anneal_lag in (None, 0, 1), "anneal_lag", "0 or 1", self.anneal_lag)
         check(0 < self.tau_min < self.tau_max, "tau_min", f"in (0, tau_max={self.tau_max}]", self.tau_min)
+        tau, limits = config.rollout.temperature, f"in [tau_min={self.tau_min}, tau_max={self.tau_max}]"
+        check(self.tau_min <= tau <= self.tau_max, "rollout.temperature", limits, tau)
         check(self.max_change > 0, "max_change", "> 0", self.max_change)
         check(0 <= self.ema < 1, "ema", "in [0, 1)", self.ema)
         check(self.gain > 0, "gain", "> 0", self.gain)

@@ -99,6 +99,13 @@ def test_clips():
     assert method.tau == 2.0
 
 
+def test_a_start_outside_the_range_is_refused():
+    from e3fast.config import RolloutConfig
+
+    with pytest.raises(ValueError, match=r"rollout.temperature must be in \[tau_min=0.5, tau_max=2.0\], got 0.3"):
+        EntropyTemperature().start(RunConfig(rollout=RolloutConfig(temperature=0.3)), 10)
+
+
 def test_resume_continues_bit_for_bit():
     method, again = started(), started()
     for step in range(1, 20):
