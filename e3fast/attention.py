@@ -59,18 +59,14 @@ def plan_attention(cu_seqlens: Tensor, prefix_of: Tensor) -> AttentionPlan:
 def alike(order: list[int], spans: list[tuple[int, int]]) -> list[list[int]]:
     """Segments in runs of similar size: padding a run to its largest costs at most a third more products."""
     runs: list[list[int]] = []
-    area = 0.0
+    area = num_queries = num_keys = 0
     for n in order:
-        own = spans[n][1] * sum(spans[n])
-        if runs:
-            both = [*runs[-1], n]
-            padded = max(spans[m][1] for m in both) * max(sum(spans[m]) for m in both) * len(both)
-            if padded <= 1.33 * (area + own):
-                runs[-1].append(n)
-                area += own
-                continue
-        runs.append([n])
-        area = own
+        own, seen = spans[n][1], sum(spans[n])
+        num_queries, num_keys, area = max(num_queries, own), max(num_keys, seen), area + own * seen
+        if not runs or num_queries * num_keys * (len(runs[-1]) + 1) > 1.33 * area:
+            runs.append([])
+            num_queries, num_keys, area = own, seen, own * seen
+        runs[-1].append(n)
     return runs
 
 
@@ -120,9 +116,8 @@ def refuse_unknown(plan: AttentionPlan, options: dict[str, Any]) -> None:
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, plan: AttentionPlan) -> Tensor:
     """(Hq, T, D), (Hk, T, D), (Hk, T, D) to (T, Hq, D)."""
-    rows = [
-        x.transpose(0, 1).flatten(1) for x in (query, key, value)
-    ]  # (T, heads * D): index_select adds rows back fast
+    # Rows of (T, heads * D): the backward of index_select adds whole rows, which is fast.
+    rows = [x.transpose(0, 1).flatten(1) for x in (query, key, value)]
     outputs = []
     for block in plan.blocks:
         q, k, v = (

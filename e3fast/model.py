@@ -80,14 +80,15 @@ def output_head(model: Any) -> OutputHead:
 def packed_hidden(model: Any, micro_batch: MicroBatch) -> Tensor:
     """Last hidden states of every token of a packed row, (T, H); segments do not see each other (attention.py)."""
     plan = attention.plan_attention(micro_batch.cu_seqlens, micro_batch.prefix_of)
+    return trunk(model, micro_batch.token_ids, micro_batch.position_ids, plan)
+
+
+def trunk(model: Any, token_ids: Tensor, position_ids: Tensor, plan: attention.AttentionPlan) -> Tensor:
+    """(T,), (T,) to (T, H)."""
     # A 4-D mask goes through transformers untouched, so no (T, T) one is made; the plan holds what may be seen.
-    unused = micro_batch.token_ids.new_zeros(1, 1, 1, 1)
+    unused = token_ids.new_zeros(1, 1, 1, 1)
     out = model.base_model(
-        input_ids=micro_batch.token_ids[None],
-        position_ids=micro_batch.position_ids[None],
-        attention_mask=unused,
-        use_cache=False,
-        plan=plan,
+        input_ids=token_ids[None], position_ids=position_ids[None], attention_mask=unused, use_cache=False, plan=plan
     )
     return out.last_hidden_state[0]
 
@@ -95,15 +96,10 @@ def packed_hidden(model: Any, micro_batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def check_packing(model: Any) -> None:
     """Refuse a model that does not give packed samples what it gives them alone; two short sequences tell."""
-    vocab = model.config.get_text_config().vocab_size
-    ids = torch.arange(12, device=model.device) % vocab
-    cu_seqlens, none = torch.tensor([0, 7, 12], device=model.device), torch.tensor([-1, -1], device=model.device)
+    ids = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(7), torch.arange(5)]).to(model.device)
-    plan = attention.plan_attention(cu_seqlens, none)
-    unused = ids.new_zeros(1, 1, 1, 1)
-    packed = model.base_model(
-        input_ids=ids[None], position_ids=positions[None], attention_mask=unused, use_cache=False, plan=plan
-    ).last_hidden_state[0, 7:]
+    plan = attention.plan_attention(torch.tensor([0, 7, 12], device=model.device), torch.tensor([-1, -1]))
+    packed = trunk(model, ids, positions, plan)[7:]
     alone = model.base_model(input_ids=ids[None, 7:], use_cache=False).last_hidden_state[0]
     off = float((packed - alone).float().norm() / alone.float().norm())
     if not off < (0.05 if model.dtype == torch.bfloat16 else 1e-3):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from e3fast.config import RunConfig
 
 
+SUPPLIED = frozenset({"entropy"})  # what the trainer measures for methods, always
+
+
 @dataclass
 class Method:
     """Plain GRPO: every hook does nothing."""
@@ -89,13 +92,16 @@ def plain(value: Any) -> Any:
 
 
 def check_methods(methods: Sequence[Method]) -> None:
-    """Refuse method lists whose order or ownership contradicts itself. ValueError says what to do."""
+    """Refuse methods whose order, needs or ownership cannot be met. ValueError says what to do."""
     names = [type(m).__name__ for m in methods]
     wanted = sorted(range(len(methods)), key=lambda i: methods[i].order)
     if any(a.order > b.order for a, b in pairwise(methods)):
         raise ValueError(
             f"[[methods]] stand in the order {', '.join(names)}; write {', '.join(names[i] for i in wanted)}"
         )
+    for name, method in zip(names, methods, strict=True):
+        if missing := method.needs - SUPPLIED:
+            raise ValueError(f"{name} needs {', '.join(sorted(missing))}, which this trainer does not supply")
     owner: dict[str, str] = {}
     for name, method in zip(names, methods, strict=True):
         for thing in sorted(method.owns):

@@ -20,11 +20,3 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Sample from these weights from now on."""
         ...
-
-    def sleep(self) -> None:
-        """Give back memory while the learner works."""
-        ...
-
-    def wake(self) -> None:
-        """Take it again."""
-        ...

@@ -125,12 +125,6 @@ class TransformersEngine:
                 own[name].copy_(tensor)
         self.policy_version = policy_version
 
-    def sleep(self) -> None:
-        """Nothing to give back: the cache lives inside one call."""
-
-    def wake(self) -> None:
-        """Nothing to take again."""
-
 
 @contextlib.contextmanager
 def plain_generation(model: Any) -> Iterator[None]:

@@ -49,6 +49,16 @@ def test_order_and_owners():
 
 
 @dataclass
+class Wants(Method):
+    needs = frozenset({"entropy", "latents"})
+
+
+def test_needs_that_nothing_supplies_are_refused():
+    with pytest.raises(ValueError, match="Wants needs latents, which this trainer does not supply"):
+        check_methods([Wants()])
+
+
+@dataclass
 class Mine(Method):
     factor: float = 2.0
     seen: int = field(init=False, default=0)
