@@ -1,59 +1,114 @@
-"""What every op does before its first product: checks of its arguments, the chunk size, the mode of fp32 products."""
+"""Where an op runs and with which tiles: backend, chunk size, configurations. No kernel is tuned at run time.
+
+Backends: "torch" is chunked PyTorch on any device; "cublas" takes cuBLAS products and Triton row kernels; "triton" a
+persistent streaming kernel for the first product. Triton itself is imported by the kernel files alone, and those
+only where they run.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Mapping
+import importlib.util
+import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+BACKENDS = ("auto", "cublas", "triton", "torch")
 DEFAULT_EXTRA_BYTES = {"cpu": 160 << 20, "cuda": 6 << 30}
 
 
-def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Logits are never rounded below fp32; fp64 inputs (gradcheck) stay fp64."""
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+class Config(NamedTuple):
+    """Tiles of a matrix kernel: rows x columns x depth; a row kernel uses `block_n` and `num_warps` alone."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    warp_specialize: bool = False
+    flatten: bool = False
 
 
-@contextlib.contextmanager
-def exact_bf16_products(active: bool) -> Iterator[None]:
-    """fp32 tensors that hold bf16 values multiply on bf16 units with an fp32 result: exact operands, no rounded logits.
+# Free of spills under Triton 3.6 and 3.9 (benchmarks/aot.py). T changes with every micro-batch and is no key.
+# (kernel, compute capability): configuration; the gate compiles every line. `_softcap` lines, where there is one, are
+# for heads with a softcap. block_n of the stats kernels is one number per line of GPUs: statistics with and without a
+# gradient then agree bit for bit. Hopper's tiles are tall: a value per column, as pad, bias and target compare need,
+# costs a thread 32 registers at 256 x 128 and 64 at 128 x 256, which spills 8 to 440 bytes.
+CONFIGS: dict[tuple[str, int], Config] = {
+    ("stats", 80): Config(128, 128, 64, 8, 3),
+    ("stats", 90): Config(256, 128, 64, 4, 4, warp_specialize=True),
+    ("stats", 100): Config(128, 128, 64, 8, 3),
+    ("stats_softcap", 100): Config(64, 128, 64, 4, 4),
+    ("stats_store", 80): Config(128, 128, 64, 8, 3),
+    ("stats_store", 90): Config(256, 128, 64, 4, 3, warp_specialize=True),
+    ("stats_store_softcap", 90): Config(128, 128, 64, 4, 4, warp_specialize=True),
+    ("stats_store", 100): Config(128, 128, 64, 8, 4),
+    ("stats_store_softcap", 100): Config(64, 128, 64, 4, 4),
+    ("slab_dz", 80): Config(128, 128, 64, 8, 3),
+    ("slab_dz", 90): Config(256, 128, 64, 4, 3, warp_specialize=True),
+    ("slab_dz_softcap", 90): Config(128, 128, 64, 4, 4, warp_specialize=True),
+    ("slab_dz", 100): Config(128, 128, 64, 8, 3),
+    ("combine", 80): Config(32, 0, 32, 4, 1),  # 32 rows, 32 tiles of V at a time
+    ("combine", 90): Config(32, 0, 32, 4, 1),
+    ("combine", 100): Config(32, 0, 32, 4, 1),
+    ("dz", 80): Config(32, 128, 0, 8, 1),
+    ("dz", 90): Config(32, 128, 0, 8, 1),
+    ("dz", 100): Config(32, 128, 0, 8, 1),
+}
+FP32_CONFIG = Config(64, 64, 16, 8, 2)  # of every matrix kernel: no tensor core multiplies IEEE fp32
 
-    The switch is process-wide, so it is set around the product alone and put back.
+
+def interpreting() -> bool:
+    """Triton's interpreter is on: kernels take CPU tensors, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def arch(device: torch.device) -> int:
+    """80, 90 or 100: the newest line of the table that the device runs; the interpreter takes Hopper's."""
+    if device.type != "cuda":
+        return 90
+    major, _ = torch.cuda.get_device_capability(device)
+    return 80 if major < 9 else 90 if major < 10 else 100
+
+
+def choose_backend(backend: str, hidden: Tensor) -> str:
+    """The backend that runs, or ValueError saying why the one asked for cannot.
+
+    The streaming kernel pays for small H, where passes over logits cost as much as the products.
     """
-    if not active:
-        yield
-        return
-    switch = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # set at run time
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        switch.fp32_precision = before
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    on_gpu = hidden.device.type == "cuda"
+    if backend == "auto":
+        if not on_gpu or not has_triton() or torch.cuda.get_device_capability(hidden.device) < (8, 0):
+            return "torch"
+        return "triton" if hidden.shape[1] <= 1024 else "cublas"
+    if backend == "torch":
+        return backend
+    if not has_triton():
+        raise ValueError(f"backend = {backend!r} needs the package triton; backend = 'torch' runs without it")
+    if not on_gpu and not interpreting():
+        raise ValueError(f"backend = {backend!r} needs CUDA tensors, got {hidden.device}; 'auto' and 'torch' run there")
+    return backend
 
 
-def chunk_rows(device: torch.device, weight: Tensor, dtype: torch.dtype, max_extra_bytes: int | None) -> int:
-    """Rows of logits worked on at a time.
-
-    Two (C, V) buffers and, unless it is one already, a weight copy fit the budget.
-    """
-    budget = (
-        max_extra_bytes
-        if max_extra_bytes is not None
-        else DEFAULT_EXTRA_BYTES.get(device.type, DEFAULT_EXTRA_BYTES["cpu"])
-    )
-    size = torch.finfo(dtype).bits // 8
-    copy = 0 if weight.dtype == dtype else weight.numel() * size
-    rows = (budget - copy) // (2 * size * weight.shape[0])
-    return max(64, rows // 16 * 16)
+def extra_bytes(device: torch.device, max_extra_bytes: int | None) -> int:
+    default = DEFAULT_EXTRA_BYTES.get(device.type, DEFAULT_EXTRA_BYTES["cpu"])
+    return max_extra_bytes if max_extra_bytes is not None else default
 
 
-def chunks(rows: Tensor, num_rows: int) -> tuple[Tensor, ...]:
-    """Row indices in chunks of `num_rows`; none at all for no rows."""
-    return rows.split(num_rows) if rows.numel() else ()
+def split(rows: Tensor, num_rows: int) -> tuple[Tensor, ...]:
+    """Row indices in equal chunks of at most `num_rows`, multiples of 16 but for the last; none for no rows."""
+    if rows.numel() == 0:
+        return ()
+    count = -(-rows.shape[0] // num_rows)
+    even = -(-rows.shape[0] // count)
+    return rows.split(min(num_rows, -(-even // 16) * 16))
 
 
 def row_temperatures(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,57 +127,10 @@ def under_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.to(dtype), weight.to(dtype)
 
 
-def check_head(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: Mapping[str, Tensor | None],
-    *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    backend: str,
-) -> None:
-    """Shapes, devices, types and ranges common to the ops; `rows` are arguments of length T.
-
-    ValueError before any work.
-    """
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend must be 'auto' or 'torch', got {backend!r}")
-    if hidden.ndim != 2:
-        raise ValueError(f"hidden must be (T, H), got shape {tuple(hidden.shape)}; flatten batch and sequence first")
-    if weight.ndim != 2 or weight.numel() == 0:
-        raise ValueError(f"weight must be (V, H) and not empty, got {tuple(weight.shape)}; gather a sharded head first")
-    if hidden.shape[1] != weight.shape[1]:
-        looks = "; hidden looks like logits" if hidden.shape[1] == weight.shape[0] else ""
-        raise ValueError(f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}: H differs{looks}")
-    if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden and weight must be of one float type, got {hidden.dtype} and {weight.dtype}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be (V,) = {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
-    if isinstance(temperature, Tensor):
-        rows = {**rows, "temperature": temperature}
-    for name, value in rows.items():
-        if value is not None and (value.shape[:1] != hidden.shape[:1] or value.device != hidden.device):
-            wanted = f"{hidden.shape[0]} rows on {hidden.device}"
-            raise ValueError(f"{name} must have {wanted}, got {tuple(value.shape)} on {value.device}")
-    check_positive("softcap", softcap)
-    if not isinstance(temperature, Tensor):
-        check_positive("temperature", temperature)
-    elif temperature.device.type == "cpu" and not bool((temperature > 0).logical_and(temperature.isfinite()).all()):
-        raise ValueError(f"temperature must be > 0 and finite, got {temperature.min().item()} as its smallest entry")
-
-
-def check_positive(name: str, value: float | None) -> None:
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be > 0 and finite, got {value}")
-
-
-def check_targets(targets: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Targets outside [0, V) are found where looking costs no device sync."""
-    if targets.dtype not in (torch.int32, torch.int64) or targets.ndim != 1:
-        raise ValueError(f"targets must be (T,) int32 or int64, got {tuple(targets.shape)} {targets.dtype}")
-    if targets.device.type != "cpu":
-        return
-    bad = ((targets < 0) | (targets >= num_classes)) & (targets != ignore_index)
-    if bool(bad.any()):
-        raise ValueError(f"targets must be in [0, {num_classes}) or {ignore_index}, got {targets[bad][0].item()}")
+def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad * scale in `dtype`, a new tensor, without an fp32 copy of the whole."""
+    out = torch.empty_like(grad, dtype=dtype)
+    step = max(1, (1 << 20) // max(1, grad[:1].numel())) if grad.device.type == "cpu" else max(1, grad.shape[0])
+    for start in range(0, grad.shape[0], step):
+        torch.mul(grad[start : start + step], scale, out=out[start : start + step])
+    return out

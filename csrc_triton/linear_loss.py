@@ -1,31 +1,31 @@
 """One-pass policy loss from hidden states and the LM head: the gradient is formed inside the forward, chunk by chunk.
 
-A per-token loss needs only its row's log-probability and entropy, so both weight gradients of a chunk can be finished
-while its logits are at hand: three products instead of four. Rows whose coefficient is exactly zero leave the two
-backward products; that is exact. Twin: `reference.linear_grpo_loss`.
+A per-token loss needs only its row's log-probability and entropy, so both gradients of a chunk are finished while its
+logits are at hand: three products instead of four. Rows whose coefficient is exactly zero leave the two backward
+products; that is exact. A loss of whole sequences is cut at their ends; one of the whole batch, or a sequence longer
+than a chunk, takes the second form: all statistics first, then each live chunk once more for its gradient. Formulas:
+`head.py`. Twin: `reference.linear_grpo_loss`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from csrc_triton.launch import (
-    check_head,
-    check_targets,
-    chunk_rows,
-    chunks,
-    compute_dtype,
-    row_temperatures,
-    under_autocast,
-)
-from csrc_triton.logprobs import make_head
-from csrc_triton.losses import TokenLoss
-from csrc_triton.rows import Head, HeadGrads, RowStats, head_backward, head_logits, row_dz, row_stats
+from csrc_triton.backends import open_backend
+from csrc_triton.checks import check_head, check_loss, check_targets
+from csrc_triton.head import ChunkBackend, Head, HeadGrads, Rows, RowStats, Upstream
+from csrc_triton.launch import row_temperatures, scaled, split, under_autocast
+from csrc_triton.losses import Chunk, TokenLoss, scope_of
+from csrc_triton.rows import compute_dtype
+
+log = logging.getLogger(__name__)
+told_of_long_sequences = False
 
 
 class LinearLoss(NamedTuple):
@@ -37,112 +37,194 @@ class LinearLoss(NamedTuple):
 
 
 class Job(NamedTuple):
-    targets: Tensor
-    weights: Tensor
+    targets: Tensor  # (T,)
+    weights: Tensor  # (T,)
+    temperature: Tensor  # (T,)
     token_data: Mapping[str, Tensor]
     token_loss: TokenLoss
-    temperature: Tensor
+    scope: str
+    seq_ids: Tensor | None  # (T,)
     logit_scale: float
     softcap: float | None
     want_entropy: bool
+    want_grad: bool
     drop_zero_rows: bool
     loss_scale: Tensor | None
-    num_chunk_rows: int
+    max_extra_bytes: int | None
+    backend: str
     metrics: dict[str, Tensor]  # filled by the forward
 
 
-def coefficients(
-    job: Job, rows: Tensor, logprobs: Tensor, entropy: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The chunk's weighted loss, and its gradients a by log-probability and b by entropy, by the token loss."""
-    chunk = {name: value[rows] for name, value in job.token_data.items()}
+class Coefficients(NamedTuple):
+    loss: Tensor  # scalar
+    up: Upstream  # (C,)
+    live: Tensor  # (C,) bool: a or b is not 0
+
+
+def coefficients(job: Job, rows: Tensor, stats: RowStats) -> Coefficients:
+    """The weighted loss of some rows and its gradients by log-probability and entropy, by the token loss itself."""
+    seq_ids, num_seqs = None, 0
+    if job.seq_ids is not None:
+        found, seq_ids = torch.unique_consecutive(job.seq_ids[rows], return_inverse=True)
+        num_seqs = found.shape[0]
+    chunk = Chunk({name: value[rows] for name, value in job.token_data.items()}, job.weights[rows], seq_ids, num_seqs)
     with torch.enable_grad():
-        lp = logprobs.detach().requires_grad_()
-        ent = entropy.detach().requires_grad_() if entropy is not None else None
-        terms = job.token_loss(lp, ent, chunk)
-        loss = (terms.loss * job.weights[rows]).sum()
-        leaves = [lp] if ent is None else [lp, ent]
+        logprobs = stats.logprobs.detach().requires_grad_()
+        entropy = stats.entropy.detach().requires_grad_() if stats.entropy is not None else None
+        terms = job.token_loss(logprobs, entropy, chunk)
+        loss = (terms.loss * chunk.weights).sum()
+        leaves = [logprobs] if entropy is None else [logprobs, entropy]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None, None)
-    for name, value in terms.metrics.items():
-        now = value.detach().max() if name.endswith("_max") else value.detach().sum()
-        old = job.metrics.get(name)
-        job.metrics[name] = now if old is None else torch.maximum(old, now) if name.endswith("_max") else old + now
-    a = grads[0] if grads[0] is not None else torch.zeros_like(logprobs)
-    return loss.detach(), a, grads[1] if len(grads) > 1 else None
+    gather_metrics(job.metrics, terms.metrics)
+    a = grads[0] if grads[0] is not None else torch.zeros_like(stats.logprobs)
+    b = grads[1] if len(grads) > 1 else None
+    if job.loss_scale is not None:
+        a, b = a * job.loss_scale, b * job.loss_scale if b is not None else None
+    return Coefficients(loss.detach(), Upstream(a, b, None), (a != 0) if b is None else (a != 0) | (b != 0))
+
+
+def gather_metrics(into: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, value in found.items():
+        now = value.detach().amax() if name.endswith("_max") else value.detach().sum()
+        old = into.get(name)
+        into[name] = now if old is None else torch.maximum(old, now) if name.endswith("_max") else old + now
+
+
+class Output(NamedTuple):
+    """What the passes fill, row by row."""
+
+    logprobs: Tensor  # (T,)
+    entropy: Tensor | None  # (T,)
+    hidden: Tensor | None  # (T, H) gradient
+    grads: HeadGrads
+
+    def put(self, rows: Tensor, stats: RowStats) -> None:
+        self.logprobs[rows] = stats.logprobs
+        if self.entropy is not None and stats.entropy is not None:
+            self.entropy[rows] = stats.entropy
+
+
+def one_pass(
+    job: Job, backend: ChunkBackend, hidden: Tensor, out: Output, cuts: Iterator[Tensor]
+) -> list[Coefficients]:
+    found = []
+    for rows in cuts:
+        chunk = Rows(hidden[rows], job.temperature[rows], job.targets[rows])
+        stats = backend.forward(chunk, want_entropy=job.want_entropy, want_sum_sq=False, want_grad=job.want_grad)
+        out.put(rows, stats)
+        found.append(coefficients(job, rows, stats))
+        if job.want_grad:
+            backward_rows(job, backend, out, rows, found[-1])
+    return found
+
+
+def two_passes(job: Job, backend: ChunkBackend, hidden: Tensor, out: Output, live_rows: Tensor) -> list[Coefficients]:
+    chunk = lambda rows: Rows(hidden[rows], job.temperature[rows], job.targets[rows])  # noqa: E731
+    for rows in split(live_rows, backend.num_rows):
+        out.put(rows, backend.forward(chunk(rows), want_entropy=job.want_entropy, want_sum_sq=False, want_grad=False))
+    pick = lambda x: x[live_rows] if x is not None else None  # noqa: E731
+    none = live_rows.new_empty(0)
+    stats = RowStats(out.logprobs[live_rows], none, pick(out.entropy), None, none, none)
+    found = coefficients(job, live_rows, stats)
+    if job.want_grad:
+        chosen = torch.nonzero(found.live)[:, 0] if job.drop_zero_rows else torch.arange(live_rows.shape[0])
+        for index in split(chosen.to(live_rows.device), backend.num_rows):
+            rows = live_rows[index]
+            b = found.up.entropy
+            backend.forward(chunk(rows), want_entropy=b is not None, want_sum_sq=False, want_grad=True)
+            up = Upstream(*(None if value is None else value[index] for value in found.up))
+            part = backend.backward(None, up, out.grads)
+            if out.hidden is not None and part is not None:
+                out.hidden[rows] = part
+    return [found]
+
+
+def backward_rows(job: Job, backend: ChunkBackend, out: Output, rows: Tensor, found: Coefficients) -> None:
+    """Add the chunk's gradients; rows with zero coefficients are left out of both products."""
+    keep, up = None, found.up
+    if job.drop_zero_rows:
+        keep = torch.nonzero(found.live)[:, 0]
+        if keep.shape[0] == 0:
+            return
+        if keep.shape[0] == rows.shape[0]:
+            keep = None
+    if keep is not None:
+        rows, up = rows[keep], Upstream(*(None if value is None else value[keep] for value in up))
+    part = backend.backward(keep, up, out.grads)
+    if out.hidden is not None and part is not None:
+        out.hidden[rows] = part
+
+
+def whole_sequences(live_rows: Tensor, seq_ids: Tensor, num_rows: int) -> list[Tensor] | None:
+    """Chunks of whole sequences, as many as fit; None if one sequence alone does not."""
+    sizes = torch.unique_consecutive(seq_ids[live_rows], return_counts=True)[1].tolist()
+    if max(sizes, default=0) > num_rows:
+        return None
+    cuts, filled = [], 0
+    for size in sizes:
+        if not cuts or filled + size > num_rows:
+            cuts.append(0)
+            filled = 0
+        cuts[-1] += size
+        filled += size
+    return list(live_rows.split(cuts)) if cuts else []
+
+
+def run_passes(job: Job, backend: ChunkBackend, hidden: Tensor, out: Output, live_rows: Tensor) -> list[Coefficients]:
+    if job.scope == "batch":
+        return two_passes(job, backend, hidden, out, live_rows)
+    if job.scope == "token":
+        return one_pass(job, backend, hidden, out, iter(split(live_rows, backend.num_rows)))
+    assert job.seq_ids is not None
+    cuts = whole_sequences(live_rows, job.seq_ids, backend.num_rows)
+    if cuts is None:
+        global told_of_long_sequences
+        if not told_of_long_sequences:
+            log.warning(
+                "a sequence is longer than a chunk of %d rows: two passes, 8THV in place of 6", backend.num_rows
+            )
+        told_of_long_sequences = True
+        return two_passes(job, backend, hidden, out, live_rows)
+    return one_pass(job, backend, hidden, out, iter(cuts))
 
 
 class LinearGrpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, dw_out: Tensor | None) -> Any:
         dtype = compute_dtype(hidden)
-        head = make_head(weight, bias, job.logit_scale, job.softcap, dtype)
-        need_x, need_w, need_b = (wanted for wanted in ctx.needs_input_grad[:3])
-        grads = HeadGrads(
-            torch.zeros_like(hidden, dtype=dtype) if need_x else None,
-            (dw_out if dw_out is not None else torch.zeros_like(weight, dtype=dtype)) if need_w else None,
-            torch.zeros_like(bias, dtype=dtype) if need_b and bias is not None else None,
-        )
+        need_x, need_w, need_b = (job.want_grad and needed for needed in ctx.needs_input_grad[:3])
+        job = job._replace(want_grad=need_x or need_w or need_b)
+        new_dw = lambda: dw_out if dw_out is not None else torch.zeros_like(weight, dtype=dtype)  # noqa: E731
+        new_db = torch.zeros_like(bias, dtype=dtype) if need_b and bias is not None else None
+        grads = HeadGrads(new_dw() if need_w else None, new_db, need_x)
         logprobs = hidden.new_zeros(hidden.shape[0], dtype=dtype)
-        entropy = torch.zeros_like(logprobs) if job.want_entropy else None
-        loss, num_live = logprobs.new_zeros(()), torch.zeros((), dtype=torch.int64, device=hidden.device)
+        out = Output(
+            logprobs,
+            torch.zeros_like(logprobs) if job.want_entropy else None,
+            torch.zeros_like(hidden, dtype=dtype) if need_x else None,
+            grads,
+        )
+        backend = open_backend(
+            job.backend, Head(weight, bias, job.logit_scale, job.softcap), hidden, job.max_extra_bytes
+        )
         live_rows = torch.nonzero(job.weights != 0)[:, 0]
-        for rows in chunks(live_rows, job.num_chunk_rows):
-            x, tau, y = hidden[rows].to(dtype), job.temperature[rows], job.targets[rows]
-            z = head_logits(x, head, tau)
-            stats = row_stats(z, y, None, entropy_over="vocab", want_entropy=job.want_entropy, want_sum_sq=False)
-            logprobs[rows] = stats.logprobs
-            if entropy is not None and stats.entropy is not None:
-                entropy[rows] = stats.entropy
-            chunk_loss, a, b = coefficients(job, rows, stats.logprobs, stats.entropy)
-            loss += chunk_loss
-            keep = (a != 0) if b is None else (a != 0) | (b != 0)
-            num_live += keep.sum()
-            if any(grad is not None for grad in grads):
-                backward_rows(job, x, head, tau, stats, y, a, b, keep, rows, grads)
+        found = run_passes(job, backend, hidden, out, live_rows) if live_rows.numel() else []
+        loss = sum((part.loss for part in found), start=logprobs.new_zeros(()))
+        num_live = sum((part.live.sum() for part in found), start=live_rows.new_zeros(()))
         job.metrics["num_rows"] = torch.tensor(float(live_rows.shape[0]), device=hidden.device)
-        ctx.grads = HeadGrads(grads.hidden, None if dw_out is not None else grads.weight, grads.bias)
-        ctx.like = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(logprobs, num_live, *([entropy] if entropy is not None else []))
-        return loss, logprobs, entropy, num_live
+        ctx.grads = (out.hidden, None if dw_out is not None else grads.weight, grads.bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        ctx.mark_non_differentiable(logprobs, num_live, *([out.entropy] if out.entropy is not None else []))
+        return loss, logprobs, out.entropy, num_live
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_unused: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = (
-            (grad * scale).to(dtype) if grad is not None else None
-            for grad, dtype in zip(ctx.grads, ctx.like, strict=True)
+            scaled(grad, scale, dtype) if grad is not None else None
+            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         )
         return (*grads, None, None)
-
-
-def backward_rows(
-    job: Job,
-    x: Tensor,
-    head: Head,
-    tau: Tensor,
-    stats: RowStats,
-    y: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    keep: Tensor,
-    rows: Tensor,
-    grads: HeadGrads,
-) -> None:
-    """Add the chunk's gradients; rows with zero coefficients are left out of both products."""
-    if job.loss_scale is not None:
-        a, b = a * job.loss_scale, b * job.loss_scale if b is not None else None
-    if job.drop_zero_rows and not bool(keep.all()):
-        kept = torch.nonzero(keep)[:, 0]
-        if kept.numel() == 0:
-            return
-        x, tau, y, a, rows = x[kept], tau[kept], y[kept], a[kept], rows[kept]
-        b = b[kept] if b is not None else None
-        stats = stats.pick(kept)
-    dz, target = row_dz(stats, y, a, b, None, False)
-    chunk_dx = torch.empty_like(x) if grads.hidden is not None else None
-    head_backward(x, head, tau, stats, y, dz, target, HeadGrads(chunk_dx, grads.weight, grads.bias))
-    if grads.hidden is not None and chunk_dx is not None:
-        grads.hidden[rows] = chunk_dx
 
 
 def linear_grpo_loss(
@@ -153,6 +235,7 @@ def linear_grpo_loss(
     token_loss: TokenLoss,
     weights: Tensor,
     *,
+    cu_seqlens: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -168,32 +251,38 @@ def linear_grpo_loss(
 
     hidden (T, H), weight (V, H), bias (V,), targets (T,), temperature a float or (T,). `weights` (T,) is mask times
     the global normaliser: there is no default. Rows of weight 0 never enter a product, and nothing of `token_data`
-    (name -> (T, ...)) is read there. `grad_weight_out`, fp32 (V, H), takes the weight gradient directly; scale it by
-    `loss_scale` and call backward with 1. Raises ValueError naming argument, value and what is allowed.
+    (name -> (T, ...)) is read there. `cu_seqlens` (N+1,) are the sequences' ends, for losses of scope "sequence".
+    `grad_weight_out`, fp32 (V, H), takes the weight gradient directly; scale it by `loss_scale` (0-d) and call
+    backward with 1. Not to be put inside activation checkpointing. Raises ValueError naming argument, value and what
+    is allowed.
     """
     hidden, weight = under_autocast(hidden, weight)
     rows = {"targets": targets, "weights": weights, **token_data}
-    check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap, backend=backend)
-    asked = weights != 0
-    check_targets(targets.masked_fill(~asked, -100), weight.shape[0], -100)
-    if grad_weight_out is not None and (
-        grad_weight_out.shape != weight.shape or grad_weight_out.dtype != torch.float32
-    ):
-        got = f"{tuple(grad_weight_out.shape)} {grad_weight_out.dtype}"
-        raise ValueError(f"grad_weight_out must be fp32 {tuple(weight.shape)}, got {got}")
+    check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap)
+    check_targets(targets.masked_fill(weights == 0, -100), weight.shape[0], -100)
+    scope = scope_of(token_loss)
+    check_loss(scope, cu_seqlens, grad_weight_out, hidden, weight)
     dtype = compute_dtype(hidden)
+    seq_ids = None
+    if cu_seqlens is not None:
+        position = torch.arange(hidden.shape[0], device=hidden.device)
+        seq_ids = torch.searchsorted(cu_seqlens.to(position), position, right=True)
     job = Job(
         targets.long(),
         weights.to(dtype),
+        row_temperatures(temperature, hidden, dtype),
         token_data,
         token_loss,
-        row_temperatures(temperature, hidden, dtype),
+        scope,
+        seq_ids,
         logit_scale,
         softcap,
         want_entropy,
+        torch.is_grad_enabled(),
         drop_zero_rows,
         loss_scale,
-        chunk_rows(hidden.device, weight, dtype, max_extra_bytes),
+        max_extra_bytes,
+        backend,
         {},
     )
     loss, logprobs, entropy, num_live = LinearGrpoLoss.apply(hidden, weight, bias, job, grad_weight_out)

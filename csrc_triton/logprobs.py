@@ -1,7 +1,9 @@
 """Token log-probabilities and entropies from hidden states and the LM head, chunk by chunk: never a (T, V) tensor.
 
-Forward keeps only its inputs; backward works each chunk's logits out again. Gradients accumulate in fp32 and are
-rounded once. Formulas and their derivation: `rows.py`. Twin: `reference.linear_logprobs`.
+Forward keeps three numbers a row beside its inputs; backward works each chunk's logits out again, and only for rows
+with a gradient. Gradients add up in fp32 and are rounded once. A kept set (top-p or top-k of the sampler) takes the
+gather path of `kept.py`; entropy over the whole vocabulary is then a second, independent op. Formulas: `head.py`.
+Twin: `reference.linear_logprobs`.
 """
 
 from __future__ import annotations
@@ -10,18 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from csrc_triton.launch import (
-    check_head,
-    check_targets,
-    chunk_rows,
-    chunks,
-    compute_dtype,
-    row_temperatures,
-    under_autocast,
-)
-from csrc_triton.rows import Head, HeadGrads, RowStats, head_backward, head_logits, kept_rows, row_dz, row_stats
+from csrc_triton.backends import open_backend
+from csrc_triton.checks import check_head, check_targets
+from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream
+from csrc_triton.kept import check_kept, kept_backward, kept_logprobs, kept_of_rows
+from csrc_triton.launch import choose_backend, row_temperatures, scaled, split, under_autocast
+from csrc_triton.rows import compute_dtype
+
+ENTROPY_OVER = ("vocab", "kept")
 
 
 class LogProbs(NamedTuple):
@@ -31,81 +30,238 @@ class LogProbs(NamedTuple):
     sum_sq: Tensor | None  # (T,) sum of squared probabilities
 
 
-class Job(NamedTuple):
-    """What does not change from chunk to chunk."""
-
-    targets: Tensor
-    rows: Tensor  # (R,) rows that are not ignored
-    temperature: Tensor
-    logit_scale: float
-    softcap: float | None
-    kept: tuple[Tensor, Tensor] | None
-    entropy_over: str
-    want_entropy: bool
-    want_sum_sq: bool
-    num_chunk_rows: int
+def spread(rows: Tensor, values: Tensor | None, num_rows: int, like: Tensor) -> Tensor:
+    """(T,) with `values` at `rows` and 0 elsewhere; empty where there are no values."""
+    if values is None:
+        return like.new_empty(0, dtype=compute_dtype(like))
+    return values.new_zeros(num_rows).index_copy_(0, rows, values)
 
 
-def make_head(
-    weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None, dtype: torch.dtype
-) -> Head:
-    bias = bias.detach().to(dtype) if bias is not None else None
-    return Head(weight.detach().to(dtype), bias, logit_scale, softcap, weight.dtype == torch.bfloat16)
+def live_rows(upstream: list[Tensor | None], targets: Tensor, ignore_index: int) -> Tensor:
+    """Rows that are not ignored and have any gradient."""
+    live = torch.zeros_like(targets, dtype=torch.bool)
+    for grad in upstream:
+        live = live if grad is None else live | (grad != 0)
+    return torch.nonzero(live & (targets != ignore_index))[:, 0]
 
 
-def chunk_stats(rows: Tensor, hidden: Tensor, head: Head, job: Job) -> RowStats:
-    targets = job.targets[rows]
-    z = head_logits(hidden, head, job.temperature[rows])
-    mask = kept_rows(job.kept, rows, targets, head.weight.shape[0]) if job.kept is not None else None
-    return row_stats(
-        z, targets, mask, entropy_over=job.entropy_over, want_entropy=job.want_entropy, want_sum_sq=job.want_sum_sq
-    )
+def new_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool], dtype: torch.dtype
+) -> tuple[Tensor | None, HeadGrads]:
+    new = lambda like, wanted: torch.zeros_like(like, dtype=dtype) if wanted and like is not None else None  # noqa: E731
+    return new(hidden, needed[0]), HeadGrads(new(weight, needed[1]), new(bias, needed[2]), needed[0])
 
 
-class LinearLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> tuple[Tensor | None, ...]:
-        dtype = compute_dtype(hidden)
-        head = make_head(weight, bias, job.logit_scale, job.softcap, dtype)
-        new = lambda wanted: hidden.new_zeros(hidden.shape[0], dtype=dtype) if wanted else None  # noqa: E731
-        logprobs, lse, entropy, sum_sq = new(True), new(True), new(job.want_entropy), new(job.want_sum_sq)
-        for rows in chunks(job.rows, job.num_chunk_rows):
-            stats = chunk_stats(rows, hidden[rows].to(dtype), head, job)
-            found = (stats.logprobs, stats.lse, stats.entropy, stats.sum_sq)
-            for out, value in zip((logprobs, lse, entropy, sum_sq), found, strict=True):
-                if out is not None and value is not None:
-                    out[rows] = value
-        ctx.save_for_backward(hidden, weight, bias)
-        ctx.job = job
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(lse)
-        return logprobs, entropy, lse, sum_sq
+def rounded(grad: Tensor | None, like: Tensor | None) -> Tensor:
+    """The gradient in its parameter's type; empty for None, which a custom op cannot return."""
+    if grad is None or like is None:
+        return torch.empty(0)
+    return grad if grad.dtype == like.dtype else scaled(grad, grad.new_ones(()), like.dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, a: Tensor | None, b: Tensor | None, _lse: Tensor | None, g: Tensor | None
-    ) -> tuple[Any, ...]:
-        hidden, weight, bias = ctx.saved_tensors
-        job, dtype = ctx.job, compute_dtype(hidden)
-        head = make_head(weight, bias, job.logit_scale, job.softcap, dtype)
-        dx = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
-        dw = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        db = torch.zeros_like(bias, dtype=dtype) if bias is not None and ctx.needs_input_grad[2] else None
-        upstream = [grad.to(dtype) if grad is not None else None for grad in (a, b, g)]
-        live = sum((grad[job.rows] != 0 for grad in upstream if grad is not None), start=torch.zeros_like(job.rows))
-        for rows in chunks(job.rows[live > 0], job.num_chunk_rows):
-            x = hidden[rows].to(dtype)
-            stats = chunk_stats(rows, x, head, job)
-            a, b, g = (grad[rows] if grad is not None else None for grad in upstream)
-            dz, target = row_dz(stats, job.targets[rows], a, b, g, job.entropy_over == "kept")
-            chunk_dx = torch.empty_like(x) if dx is not None else None
-            buffers = HeadGrads(chunk_dx, dw, db)
-            head_backward(x, head, job.temperature[rows], stats, job.targets[rows], dz, target, buffers)
-            if dx is not None and chunk_dx is not None:
-                dx[rows] = chunk_dx
-        cast = lambda grad, like: grad.to(like.dtype) if grad is not None else None  # noqa: E731
-        return cast(dx, hidden), cast(dw, weight), cast(db, bias), None
+
+def fake_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    like = lambda x, wanted: torch.empty_like(x) if wanted and x is not None else torch.empty(0)  # noqa: E731
+    return like(hidden, needed[0]), like(weight, needed[1]), like(bias, needed[2])
+
+
+@torch.library.custom_op("e3fast::linear_logprobs", mutates_args=())
+def forward_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    want_entropy: bool,
+    want_sum_sq: bool,
+    ignore_index: int,
+    max_extra_bytes: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logprobs, lse, entropy, sum_sq, top, log_s, (T,) each; empty where not wanted."""
+    check_targets(targets, weight.shape[0], ignore_index)
+    chunks = open_backend(backend, Head(weight, bias, logit_scale, softcap), hidden, max_extra_bytes)
+    asked = torch.nonzero(targets != ignore_index)[:, 0]
+    found: list[RowStats] = []
+    for rows in split(asked, chunks.num_rows):
+        chunk = Rows(hidden[rows], temperature[rows], targets[rows].long())
+        found.append(chunks.forward(chunk, want_entropy=want_entropy, want_sum_sq=want_sum_sq, want_grad=False))
+    joined = [torch.cat(values) if values and values[0] is not None else None for values in zip(*found, strict=True)]
+    if not found:
+        empty = hidden.new_empty(0, dtype=compute_dtype(hidden))
+        joined = [empty, empty, empty if want_entropy else None, empty if want_sum_sq else None, empty, empty]
+    logprobs, lse, entropy, sum_sq, top, log_s = (spread(asked, v, hidden.shape[0], hidden) for v in joined)
+    return logprobs, lse, entropy, sum_sq, top, log_s
+
+
+@forward_op.register_fake
+def _(
+    hidden: Tensor, weight: Any, bias: Any, targets: Any, temperature: Any, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, _, want_entropy, want_sum_sq = options[:4]
+    new = lambda wanted=True: hidden.new_empty(hidden.shape[0] if wanted else 0, dtype=compute_dtype(hidden))  # noqa: E731
+    return new(), new(), new(want_entropy), new(want_sum_sq), new(), new()
+
+
+@torch.library.custom_op("e3fast::linear_logprobs_backward", mutates_args=())
+def backward_op(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_sum_sq: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    stats: list[Tensor],
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    max_extra_bytes: int | None,
+    backend: str,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by hidden, weight and bias in their types; empty where not needed."""
+    dtype, head = compute_dtype(hidden), Head(weight, bias, logit_scale, softcap)
+    upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
+    rows = live_rows(upstream, targets, ignore_index)
+    dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
+    chunks = open_backend(backend, head, hidden, max_extra_bytes)
+    for part in split(rows, chunks.num_rows):
+        chunk = Rows(hidden[part], temperature[part], targets[part].long())
+        entropy, sum_sq = upstream[1] is not None, upstream[2] is not None
+        chunks.forward(chunk, want_entropy=entropy, want_sum_sq=sum_sq, want_grad=True)
+        found = chunks.backward(None, Upstream(*(grad[part] if grad is not None else None for grad in upstream)), grads)
+        if dx is not None and found is not None:
+            dx[part] = found
+    return rounded(dx, hidden), rounded(grads.weight, weight), rounded(grads.bias, bias)
+
+
+@backward_op.register_fake
+def _(
+    grad_logprobs: Any, grad_entropy: Any, grad_sum_sq: Any, hidden: Tensor, weight: Tensor, bias: Any, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_gradients(hidden, weight, bias, rest[-1])
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.options = inputs[5:]
+    ctx.save_for_backward(*inputs[:5], *output)
+    _, lse, _, _, top, log_s = output
+    ctx.mark_non_differentiable(lse, top, log_s)
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx: Any, a: Tensor | None, _lse: Any, b: Tensor | None, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    hidden, weight, bias, targets, temperature, *stats = ctx.saved_tensors
+    logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend = ctx.options
+    needed = list(ctx.needs_input_grad[:3])
+    b, g = b if want_entropy else None, g if want_sum_sq else None
+    if a is None and b is None and g is None:
+        return (None,) * 12
+    grads = backward_op(
+        a, b, g, hidden, weight, bias, targets, temperature, stats, logit_scale, softcap, ignore_index, max_extra_bytes,
+        backend, needed,
+    )  # fmt: skip
+    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *(None,) * 9
+
+
+forward_op.register_autograd(backward, setup_context=save)
+
+
+@torch.library.custom_op("e3fast::kept_logprobs", mutates_args=())
+def kept_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    indptr: Tensor,
+    ids: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    want_entropy: bool,
+    want_sum_sq: bool,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logprobs, lse, entropy, sum_sq over each row's kept set, (T,) each; empty where not wanted."""
+    check_targets(targets, weight.shape[0], ignore_index)
+    check_kept((indptr, ids), hidden.shape[0], weight.shape[0])
+    rows = torch.nonzero(targets != ignore_index)[:, 0]
+    chunk, kept = Rows(hidden[rows], temperature[rows], targets[rows].long()), kept_of_rows((indptr, ids), rows)
+    found = kept_logprobs(Head(weight, bias, logit_scale, softcap), chunk, kept, want_entropy, want_sum_sq)
+    values = (found.logprobs, found.lse, found.entropy, found.sum_sq)
+    logprobs, lse, entropy, sum_sq = (spread(rows, value, hidden.shape[0], hidden) for value in values)
+    return logprobs, lse, entropy, sum_sq
+
+
+@kept_op.register_fake
+def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    want_entropy, want_sum_sq = rest[8:10]
+    new = lambda wanted=True: hidden.new_empty(hidden.shape[0] if wanted else 0, dtype=compute_dtype(hidden))  # noqa: E731
+    return new(), new(), new(want_entropy), new(want_sum_sq)
+
+
+@torch.library.custom_op("e3fast::kept_logprobs_backward", mutates_args=())
+def kept_backward_op(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_sum_sq: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    indptr: Tensor,
+    ids: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by hidden, weight and bias in their types; empty where not needed. The sets are gathered once more."""
+    dtype, head = compute_dtype(hidden), Head(weight, bias, logit_scale, softcap)
+    upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
+    rows = live_rows(upstream, targets, ignore_index)
+    dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
+    chunk, kept = Rows(hidden[rows], temperature[rows], targets[rows].long()), kept_of_rows((indptr, ids), rows)
+    stats = kept_logprobs(head, chunk, kept, upstream[1] is not None, upstream[2] is not None)
+    up = Upstream(*(grad[rows] if grad is not None else None for grad in upstream))
+    found = kept_backward(head, chunk, stats, up, grads)
+    if dx is not None and found is not None:
+        dx[rows] = found
+    return rounded(dx, hidden), rounded(grads.weight, weight), rounded(grads.bias, bias)
+
+
+@kept_backward_op.register_fake
+def _(
+    grad_logprobs: Any, grad_entropy: Any, grad_sum_sq: Any, hidden: Tensor, weight: Tensor, bias: Any, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_gradients(hidden, weight, bias, rest[-1])
+
+
+def save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index = inputs
+    ctx.options = (logit_scale, softcap, ignore_index)
+    ctx.wanted = (want_entropy, want_sum_sq)
+    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def backward_kept(ctx: Any, a: Tensor | None, _lse: Any, b: Tensor | None, g: Tensor | None) -> tuple[Any, ...]:
+    b, g = b if ctx.wanted[0] else None, g if ctx.wanted[1] else None
+    needed = list(ctx.needs_input_grad[:3])
+    if a is None and b is None and g is None:
+        return (None,) * 12
+    grads = kept_backward_op(a, b, g, *ctx.saved_tensors, *ctx.options, needed)
+    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *(None,) * 9
+
+
+kept_op.register_autograd(backward_kept, setup_context=save_kept)
 
 
 def linear_logprobs(
@@ -130,29 +286,31 @@ def linear_logprobs(
     hidden (T, H), weight (V, H), bias (V,); targets (T,) aligned by the caller; temperature > 0, a float or (T,).
     `kept` is `(indptr (T+1,), ids)`: log-probabilities are then over each row's kept set, the target always a member.
     Rows whose target is `ignore_index` return 0 and add nothing. Differentiable in hidden, weight and bias. Nats,
-    fp32 (fp64 for fp64 inputs). Raises ValueError naming argument, value and what is allowed.
+    fp32 (fp64 for fp64 inputs). On the "triton" backend a row's values do not depend on the other rows of the call,
+    bit for bit; on the others products may be tiled by shape. Raises ValueError naming argument, value and what is
+    allowed.
     """
     hidden, weight = under_autocast(hidden, weight)
     rows = {"targets": targets}
-    check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap, backend=backend)
-    check_targets(targets, weight.shape[0], ignore_index)
-    if entropy_over not in ("vocab", "kept"):
-        raise ValueError(f"entropy_over must be 'vocab' or 'kept', got {entropy_over!r}")
+    check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap)
+    choose_backend(backend, hidden)
     if kept is not None and kept[0].shape != (hidden.shape[0] + 1,):
         raise ValueError(f"kept[0] must be (T+1,) = ({hidden.shape[0] + 1},), got {tuple(kept[0].shape)}")
-    if kept is not None and not (int(kept[0][0]) == 0 and bool((kept[0].diff() >= 0).all())):
-        raise ValueError("kept[0] must start at 0 and never fall")
-    dtype = compute_dtype(hidden)
-    job = Job(
-        targets.long(),
-        torch.nonzero(targets != ignore_index)[:, 0],
-        row_temperatures(temperature, hidden, dtype),
-        logit_scale,
-        softcap,
-        kept,
-        entropy_over,
-        want_entropy,
-        want_sum_sq,
-        chunk_rows(hidden.device, weight, dtype, max_extra_bytes),
+    if entropy_over not in ENTROPY_OVER:
+        raise ValueError(f"entropy_over must be 'vocab' or 'kept', got {entropy_over!r}")
+    tau = row_temperatures(temperature, hidden, compute_dtype(hidden))
+    start = (hidden, weight, bias, targets, tau)
+    if kept is None:
+        logprobs, lse, entropy, sum_sq, _, _ = forward_op(
+            *start, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend
+        )
+        return LogProbs(logprobs, entropy if want_entropy else None, lse, sum_sq if want_sum_sq else None)
+    over_kept = entropy_over == "kept"
+    logprobs, lse, entropy, sum_sq = kept_op(
+        *start, *kept, logit_scale, softcap, want_entropy and over_kept, want_sum_sq and over_kept, ignore_index
     )
-    return LogProbs(*LinearLogProbs.apply(hidden, weight, bias, job))
+    if (want_entropy or want_sum_sq) and not over_kept:
+        _, _, entropy, sum_sq, _, _ = forward_op(
+            *start, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend
+        )
+    return LogProbs(logprobs, entropy if want_entropy else None, lse, sum_sq if want_sum_sq else None)

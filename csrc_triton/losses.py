@@ -1,14 +1,16 @@
-"""Token losses in plain PyTorch.
+"""Token losses in plain PyTorch: `loss(logprobs, entropy, chunk) -> LossTerms`, run by `linear_grpo_loss`.
 
-`loss(logprobs, entropy, chunk) -> LossTerms`, run by `linear_grpo_loss` on (C,) vectors.
-
-`chunk` maps a name to the chunk's rows of that entry of `token_data`. Bind knobs with functools.partial.
+`logprobs` and `entropy` are (C,) leaves of autograd, `chunk` the same rows of everything else. Bind knobs with
+functools.partial. A loss whose gradient at a row depends on other rows says so in an attribute `scope`: "token" (the
+default), "sequence" (needs cu_seqlens; a chunk then holds whole sequences) or "batch" (all rows at once, at the price
+of a second product).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,38 @@ class LossTerms(NamedTuple):
     metrics: Mapping[str, Tensor] = {}  # name -> (C,); summed over rows, or their maximum where the name ends in _max
 
 
-TokenLoss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], LossTerms]
+class Chunk(Mapping[str, Tensor]):
+    """Read-only: `chunk[name]` are the chunk's rows of that entry of `token_data`, (C, ...)."""
+
+    def __init__(self, data: Mapping[str, Tensor], weights: Tensor, seq_ids: Tensor | None, num_seqs: int) -> None:
+        self.data = data
+        self.weights = weights  # (C,)
+        self.seq_ids = seq_ids  # (C,) 0 .. num_seqs - 1, rising; None without cu_seqlens
+        self.num_seqs = num_seqs
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+TokenLoss = Callable[[Tensor, Tensor | None, Chunk], LossTerms]
+SCOPES = ("token", "sequence", "batch")
+
+
+def scope_of(token_loss: TokenLoss) -> str:
+    """Of the loss itself, under any functools.partial."""
+    inner: Any = token_loss
+    while isinstance(inner, functools.partial) and not hasattr(inner, "scope"):
+        inner = inner.func
+    scope = getattr(inner, "scope", "token")
+    if scope not in SCOPES:
+        raise ValueError(f"token_loss.scope must be one of {', '.join(SCOPES)}; got {scope!r}")
+    return scope
 
 
 def grpo(

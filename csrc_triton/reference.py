@@ -15,7 +15,7 @@ from torch import Tensor
 
 from csrc_triton.linear_loss import LinearLoss
 from csrc_triton.logprobs import LogProbs
-from csrc_triton.losses import TokenLoss
+from csrc_triton.losses import Chunk, TokenLoss
 
 
 def logits(
@@ -84,6 +84,7 @@ def linear_grpo_loss(
     token_loss: TokenLoss,
     weights: Tensor,
     *,
+    cu_seqlens: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -108,7 +109,13 @@ def linear_grpo_loss(
         softcap=softcap,
         want_entropy=want_entropy,
     )
-    terms = token_loss(out.logprobs, out.entropy, {name: value[live] for name, value in token_data.items()})
+    seq_ids, num_seqs = None, 0
+    if cu_seqlens is not None:
+        owner = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff().cpu()).to(hidden.device)
+        found, seq_ids = torch.unique(owner[live], return_inverse=True)
+        num_seqs = len(found)
+    chunk = Chunk({name: value[live] for name, value in token_data.items()}, weights[live], seq_ids, num_seqs)
+    terms = token_loss(out.logprobs, out.entropy, chunk)
     metrics = {name: value.max() if name.endswith("_max") else value.sum() for name, value in terms.metrics.items()}
     metrics["num_rows"] = live.sum()
     spread = lambda x: None if x is None else torch.zeros_like(weights, dtype=x.dtype).masked_scatter(live, x.detach())  # noqa: E731

@@ -1,187 +1,194 @@
-"""Row maths on one chunk of logits: statistics forward, d(loss)/d(logits) backward.
+"""Chunked PyTorch on any device: the fast path on a CPU, the fallback elsewhere. Formulas: `head.py`.
 
-Letters: C rows of a chunk, H hidden size, V vocabulary. Everything is fp32, or fp64 where the inputs are. With z the
-logits over temperature, m = max z, p = softmax(z), l = log p:
-
-    logp_y = (z_y - m) - log sum e^(z-m)        ent = -sum p l        sum_sq = sum p^2
-    dz_v = a (1[v=y] - p_v) - b p_v (l_v + ent) + 2 g p_v (p_v - sum_sq)
-
-for upstream gradients a, b, g of the three. A kept set K replaces p by softmax over K in the `a` term; entropy and
-sum_sq follow it only on request.
+On a CPU an element-wise pass over logits costs as much as a good part of a product. So the passes go over a few rows
+at a time, which stay in the cache from one to the next; every buffer serves all chunks; and a bf16 head is widened
+slab by slab inside the one product that must not round its result, the logits. The two backward products take bf16
+operands, as any bf16 kernel does; the target's own entry, whose 1 - p would lose its digits there, travels beside the
+matrix in fp32, and the weight gradient is added up in fp32.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from csrc_triton.launch import exact_bf16_products
+from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream
+from csrc_triton.launch import extra_bytes
+from csrc_triton.products import ieee_fp32
 
-CACHED_ROWS = 16  # 16 rows of 50,000 fp32 logits stay in a CPU's cache from pass to pass
-
-
-class Head(NamedTuple):
-    weight: Tensor  # (V, H) in the compute type
-    bias: Tensor | None  # (V,)
-    logit_scale: float
-    softcap: float | None
-    bf16_values: bool  # operands hold bf16 values: products may run on bf16 units
+CACHED_ROWS = 16  # of 50,000 fp32 logits: 3 MB
+SLAB_NUMBERS = 1 << 21  # numbers of W, or of its gradient, worked on at a time: 8 MB in fp32
 
 
-class RowStats(NamedTuple):
-    logprobs: Tensor  # (C,)
-    lse: Tensor  # (C,)
-    entropy: Tensor | None
-    sum_sq: Tensor | None
-    centred: Tensor  # (C, V) z - m
-    log_s: Tensor  # (C,) log sum e^(z-m) over the vocabulary
-    kept: Tensor | None  # (C, V) membership, or None for all
-    log_s_kept: Tensor  # (C,) the same sum over the kept set
+@contextlib.contextmanager
+def exact_products(hidden: Tensor) -> Iterator[None]:
+    """fp32 products of operands that hold values of `hidden`'s type: none is rounded, the result is fp32.
 
-    def pick(self, rows: Tensor) -> RowStats:
-        """The same of some rows."""
-        found: Any = (value[rows] if value is not None else None for value in self)
-        return RowStats(*found)
-
-
-def kept_rows(kept: tuple[Tensor, Tensor], rows: Tensor, targets: Tensor, num_classes: int) -> Tensor:
-    """(C, V) membership of the kept sets of `rows`; the target is always a member."""
-    indptr, ids = kept
-    starts, sizes = indptr[rows], indptr[rows + 1] - indptr[rows]
-    mask = torch.zeros(rows.shape[0], num_classes, dtype=torch.bool, device=targets.device)
-    row = torch.repeat_interleave(torch.arange(rows.shape[0], device=targets.device), sizes)
-    offset = torch.arange(row.shape[0], device=targets.device) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-    mask[row, ids[starts[row] + offset].long()] = True
-    mask[torch.arange(rows.shape[0], device=targets.device), targets] = True
-    return mask
-
-
-def head_logits(hidden: Tensor, head: Head, temperature: Tensor) -> Tensor:
-    """z = softcap(scale (x W' + bias)) / temperature, (C, V).
-
-    Temperature divides fp32 logits, never the hidden states.
+    bf16 values may run on a CPU's bf16 units, for which fp32 tensors are allowed to be narrowed; fp32 values may not.
+    The switches are process-wide, so they are set around a product alone and put back.
     """
-    with exact_bf16_products(head.bf16_values and hidden.device.type == "cpu"):
-        z = hidden @ head.weight.T
-    if head.bias is not None:
-        z += head.bias
-    if head.logit_scale != 1.0:
-        z *= head.logit_scale
-    if head.softcap is not None:
-        z = head.softcap * torch.tanh(z / head.softcap)
-    return z.div_(temperature[:, None])
+    if hidden.device.type == "cuda" or hidden.dtype != torch.bfloat16:
+        with ieee_fp32(hidden.device.type == "cuda"):
+            yield
+        return
+    switch = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # set at run time
+    before = switch.fp32_precision
+    switch.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
 
 
-def row_stats(
-    z: Tensor, targets: Tensor, kept: Tensor | None, *, entropy_over: str, want_entropy: bool, want_sum_sq: bool
-) -> RowStats:
-    """Statistics of each row; `z` is centred in place. A few rows at a time stay in the cache from pass to pass."""
-    new = lambda wanted=True: z.new_empty(z.shape[0]) if wanted else None  # noqa: E731
-    out = RowStats(
-        z.new_empty(z.shape[0]),
-        z.new_empty(z.shape[0]),
-        new(want_entropy),
-        new(want_sum_sq),
-        z,
-        z.new_empty(z.shape[0]),
-        kept,
-        z.new_empty(z.shape[0]),
-    )
-    for start in range(0, z.shape[0], CACHED_ROWS):
-        at = slice(start, start + CACHED_ROWS)
-        stats_block(out, at, targets[at, None], entropy_over == "kept")
-    return out
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Logits are never rounded below fp32; fp64 inputs (gradcheck) stay fp64."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def stats_block(out: RowStats, at: slice, y: Tensor, over_kept: bool) -> None:
-    z, member = out.centred[at], out.kept[at] if out.kept is not None else None
-    top = z.amax(-1, keepdim=True)
-    z -= top
-    e = z.exp()
-    s = e.sum(-1)
-    out.log_s[at] = s.log()
-    if member is not None:
-        e_kept = e.masked_fill(~member, 0.0)
-        out.log_s_kept[at] = e_kept.sum(-1).log()
-        if over_kept:
-            e, s = e_kept, out.log_s_kept[at].exp()
-    else:
-        out.log_s_kept[at] = out.log_s[at]
-    out.logprobs[at] = (z.gather(1, y)[:, 0] - out.log_s_kept[at]).clamp(max=0)
-    out.lse[at] = top[:, 0] + out.log_s_kept[at]
-    if out.entropy is not None:
-        # a banned id has z - m = -inf and weight 0: -1e30 keeps 0 * inf out
-        out.entropy[at] = s.log() - torch.linalg.vecdot(e, z.clamp(min=-1e30)) / s
-    if out.sum_sq is not None:
-        out.sum_sq[at] = torch.linalg.vecdot(e, e) / s.square()
+def fitting_rows(hidden: Tensor, num_classes: int, max_extra_bytes: int | None) -> int:
+    """Rows whose logits, and their gradient where it is narrower, fit the budget; a multiple of 16, at least 64."""
+    wide = compute_dtype(hidden).itemsize
+    narrow = hidden.dtype.itemsize if hidden.dtype.itemsize < wide else 0
+    fixed = CACHED_ROWS * num_classes * wide + 2 * SLAB_NUMBERS * wide
+    rows = (extra_bytes(hidden.device, max_extra_bytes) - fixed) // (num_classes * (wide + narrow))
+    return max(64, rows // 16 * 16)
 
 
-def row_dz(
-    stats: RowStats, targets: Tensor, a: Tensor | None, b: Tensor | None, g: Tensor | None, over_kept: bool
-) -> tuple[Tensor, Tensor]:
-    """d(loss)/dz with the target entry taken out: (C, V) without it, and (C,) that entry alone.
-
-    The target's 1 - p would lose its digits when the matrix is rounded for a bf16 product, so it travels beside.
-    """
-    dz = torch.empty_like(stats.centred)
-    for start in range(0, dz.shape[0], CACHED_ROWS):
-        at = slice(start, start + CACHED_ROWS)
-        block, member = dz[at], stats.kept[at] if stats.kept is not None else None
-        torch.sub(stats.centred[at], stats.log_s_kept[at, None], out=block).exp_()
-        if member is not None:
-            block.masked_fill_(~member, 0.0)
-        need_p = b is not None or g is not None
-        own = over_kept or member is None  # entropy and sum_sq are over the same set as the log-probability
-        p = (block.clone() if own else (stats.centred[at] - stats.log_s[at, None]).exp()) if need_p else block
-        block *= -a[at, None] if a is not None else 0.0
-        if b is not None and stats.entropy is not None:
-            log_p = stats.centred[at] - (stats.log_s_kept if over_kept else stats.log_s)[at, None]
-            block -= b[at, None] * p * (log_p.clamp(min=-1e30) + stats.entropy[at, None])
-        if g is not None and stats.sum_sq is not None:
-            block += 2 * g[at, None] * p * (p - stats.sum_sq[at, None])
-    y = targets[:, None]
-    target = dz.gather(1, y)[:, 0]
-    if a is not None:
-        target = target + a
-    return dz.scatter_(1, y, 0.0), target
+def row_blocks(num_rows: int) -> Iterator[slice]:
+    for start in range(0, num_rows, CACHED_ROWS):
+        yield slice(start, min(start + CACHED_ROWS, num_rows))
 
 
-class HeadGrads(NamedTuple):
-    hidden: Tensor | None  # (C, H)
-    weight: Tensor | None  # (V, H), added into
-    bias: Tensor | None  # (V,), added into
+class TorchBackend:
+    def __init__(self, head: Head, hidden: Tensor, max_extra_bytes: int | None) -> None:
+        self.head, self.dtype = head, compute_dtype(hidden)
+        self.bias = head.bias.to(self.dtype) if head.bias is not None else None
+        self.num_rows = fitting_rows(hidden, head.weight.shape[0], max_extra_bytes)
+        self.buffers: dict[str, Tensor] = {}
 
+    def buffer(self, name: str, num_rows: int, dtype: torch.dtype) -> Tensor:
+        """(num_rows, V), uninitialised; the same memory for every chunk."""
+        have = self.buffers.get(name)
+        if have is None or have.shape[0] < num_rows:
+            have = self.head.weight.new_empty(num_rows, self.head.weight.shape[0], dtype=dtype)
+            self.buffers[name] = have
+        return have[:num_rows]
 
-def head_backward(
-    hidden: Tensor,
-    head: Head,
-    temperature: Tensor,
-    stats: RowStats,
-    targets: Tensor,
-    dz: Tensor,
-    target: Tensor,
-    grads: HeadGrads,
-) -> None:
-    """Chain dz through temperature, softcap and scale into the given gradient buffers; dz is used up."""
-    factor = head.logit_scale / temperature
-    y = targets[:, None]
-    if head.softcap is not None:
-        z = stats.centred + (stats.lse - stats.log_s_kept)[:, None]
-        slope = 1 - (z * (temperature[:, None] / head.softcap)).square()
-        dz, target = dz * slope, target * slope.gather(1, y)[:, 0]
-    if head.logit_scale != 1.0 or bool((temperature != 1.0).any()):
-        dz *= factor[:, None]
-    target = (target * factor)[:, None]
-    with exact_bf16_products(head.bf16_values and hidden.device.type == "cpu"):
-        if grads.hidden is not None:
-            torch.mm(dz, head.weight, out=grads.hidden)
+    def slabs(self) -> Iterator[slice]:
+        """Columns of the vocabulary worked on at a time; all at once where nothing is to be widened."""
+        num_classes, width = self.head.weight.shape
+        step = num_classes if self.head.weight.dtype == self.dtype else max(1, SLAB_NUMBERS // width)
+        for start in range(0, num_classes, step):
+            yield slice(start, min(start + step, num_classes))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """x W' in fp32, (C, V)."""
+        z, x = self.buffer("logits", hidden.shape[0], self.dtype), hidden.to(self.dtype)
+        with exact_products(hidden):
+            for slab in self.slabs():
+                torch.mm(x, self.head.weight[slab].to(self.dtype).T, out=z[:, slab])
+        return z
+
+    def finish_logits(self, block: Tensor, scale: Tensor, temperature: Tensor) -> None:
+        """softcap(scale (x W' + bias)) / temperature in place; temperature divides fp32 logits, never hidden states."""
+        if self.bias is not None:
+            block += self.bias
+        if self.head.softcap is None:
+            block *= scale
+        else:
+            block.mul_(self.head.logit_scale / self.head.softcap).tanh_().mul_(self.head.softcap / temperature)
+
+    def forward(self, rows: Rows, *, want_entropy: bool, want_sum_sq: bool, want_grad: bool) -> RowStats:
+        """The logits' buffer holds p afterwards."""
+        z = self.logits(rows.hidden)
+        new = lambda wanted=True: z.new_empty(z.shape[0]) if wanted else None  # noqa: E731
+        top, log_s, logprobs = z.new_empty(z.shape[0]), z.new_empty(z.shape[0]), z.new_empty(z.shape[0])
+        entropy, sum_sq = new(want_entropy), new(want_sum_sq)
+        temperature = rows.temperature.to(self.dtype)[:, None]
+        scale = self.head.logit_scale / temperature
+        plain = self.head.softcap is None and self.bias is None and bool((scale == 1).all())
+        for at in row_blocks(z.shape[0]):
+            block = z[at]
+            if not plain:
+                self.finish_logits(block, scale[at], temperature[at])
+            torch.amax(block, -1, out=top[at])
+            block -= top[at, None]
+            own = block.gather(1, rows.targets[at, None])[:, 0]
+            p = torch.softmax(
+                block, -1, out=self.buffer("scratch", block.shape[0], self.dtype) if want_entropy else block
+            )
+            largest = p.amax(-1)  # e^0 / s
+            torch.neg(largest.log_(), out=log_s[at])
+            torch.clamp(own - log_s[at], max=0, out=logprobs[at])
+            if entropy is not None:
+                # a banned id has z - top = -inf and p = 0: -1e30 keeps 0 * inf out
+                centred = block if self.bias is None else block.clamp_(min=-1e30)
+                torch.sub(log_s[at], torch.linalg.vecdot(p, centred), out=entropy[at])
+                block.copy_(p)
+            if sum_sq is not None:
+                torch.linalg.vecdot(p, p, out=sum_sq[at])
+        self.rows, self.probs = rows, z
+        self.stats = RowStats(logprobs, top + log_s, entropy, sum_sq, top, log_s)
+        return self.stats
+
+    def backward(self, keep: Tensor | None, up: Upstream, grads: HeadGrads) -> Tensor | None:
+        rows = self.rows if keep is None else self.rows.pick(keep)
+        pick = lambda x: x if x is None or keep is None else x[keep]  # noqa: E731
+        stats = RowStats(*map(pick, self.stats))  # pyright: ignore[reportArgumentType]
+        num_rows = rows.targets.shape[0]
+        narrow = self.head.weight.dtype != self.dtype
+        dlin = self.buffer("dlin", num_rows, self.head.weight.dtype) if narrow else self.probs[:num_rows]
+        target = stats.logprobs.new_empty(num_rows)
+        for at in row_blocks(num_rows):
+            p = self.probs[at] if keep is None else self.probs[keep[at]]  # kept rows move up over those left out
+            target[at] = row_gradient(p, self.head, rows, stats, up, at)
+            dlin[at] = p.scatter_(1, rows.targets[at, None], 0.0)
         if grads.weight is not None:
-            grads.weight.addmm_(dz.T, hidden)
-    if grads.hidden is not None:
-        grads.hidden.addcmul_(target, head.weight[targets])
-    if grads.weight is not None:
-        grads.weight.index_add_(0, targets, target * hidden)
-    if grads.bias is not None:
-        grads.bias.add_(dz.sum(0)).index_add_(0, targets, target[:, 0])
+            self.add_weight_gradient(grads.weight, dlin, rows.hidden)
+            grads.weight.index_add_(0, rows.targets, target[:, None] * rows.hidden)
+        if grads.bias is not None:
+            grads.bias.add_(dlin.sum(0, dtype=self.dtype)).index_add_(0, rows.targets, target)
+        if not grads.want_hidden:
+            return None
+        dx = (dlin @ self.head.weight).to(self.dtype)
+        return dx.addcmul_(target[:, None], self.head.weight[rows.targets].to(self.dtype))
+
+    def add_weight_gradient(self, out: Tensor, dlin: Tensor, hidden: Tensor) -> None:
+        for slab in self.slabs():
+            if dlin.dtype == self.dtype:
+                out[slab].addmm_(dlin[:, slab].T, hidden)
+            else:
+                out[slab] += dlin[:, slab].T @ hidden
+
+
+def row_gradient(p: Tensor, head: Head, rows: Rows, stats: RowStats, up: Upstream, at: slice) -> Tensor:
+    """d(loss)/d(x W' + bias) of a few rows, in place of their p, and beside it the target's own entry in full.
+
+    a (1 - p_y) is made in one piece, -a expm1(log p_y), where 1 - p_y would cancel.
+    """
+    y = rows.targets[at, None]
+    temperature = rows.temperature[at, None].to(p.dtype)
+    a, b, g = (None if value is None else value[at, None] * (head.logit_scale / temperature) for value in up)
+    slope = None
+    if head.softcap is not None:  # 1 - tanh^2, of z = log p + lse
+        z = p.log().add_(stats.lse[at, None])
+        slope = z.mul_(temperature / head.softcap).clamp_(min=-1).square_().neg_().add_(1)
+
+    if b is None and g is None:
+        p *= -a if a is not None else 0.0
+        own = torch.zeros_like(y, dtype=p.dtype) if a is None else -a * torch.expm1(stats.logprobs[at, None])
+    else:
+        inner = p.new_zeros(p.shape) if a is None else (-a).repeat(1, p.shape[1])
+        if b is not None and stats.entropy is not None:
+            inner -= b * (p.log().clamp_(min=-1e30) + stats.entropy[at, None])
+        if g is not None and stats.sum_sq is not None:
+            inner += 2 * g * (p - stats.sum_sq[at, None])
+        p *= inner
+        own = p.gather(1, y) + (a if a is not None else 0.0)
+    if slope is not None:
+        p *= slope
+        own = own * slope.gather(1, y)
+    return own[:, 0]

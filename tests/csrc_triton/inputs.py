@@ -1,0 +1,28 @@
+"""Inputs that tell a right kernel from a wrong one: never flat softmaxes alone."""
+
+import torch
+
+
+def draws(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def inputs(t=37, h=24, v=101, dtype=torch.float64, seed=0, gap=4.0):
+    """hidden (T, H), weight (V, H), targets (T,) and a source of numbers; `gap` is the spread of a row's logits."""
+    draw = draws(seed)
+    hidden, weight = draw(t, h), draw(v, h) * gap / h**0.5
+    targets = torch.randint(0, v, (t,), generator=torch.Generator().manual_seed(seed + 1))
+    return hidden.to(dtype), weight.to(dtype), targets, draw
+
+
+def peaked(t, h, v, dtype, seed=0):
+    """Half the rows put their mass on their target, by gaps from 0 to 60: entropies from log V down to nothing."""
+    hidden, weight, targets, draw = inputs(t, h, v, torch.float64, seed, gap=1.0)
+    towards = weight[targets] / weight[targets].square().sum(-1, keepdim=True)
+    gaps = torch.linspace(0, 60, t, dtype=torch.float64)[:, None] * (torch.arange(t)[:, None] % 2)
+    return (hidden + gaps * towards).to(dtype), weight.to(dtype), targets, draw
+
+
+def relative(got, want):
+    return float((got.double() - want).norm() / want.norm())
