@@ -1,5 +1,6 @@
-# make demo: trains a real 135 M model with E3 on this machine.   make check: lints, types, tests.
+# make demo: trains a real 135 M model with E3 on this machine.   make check: lints, types, tests, the kernels' machine code.
 # Both make .venv first; nothing but Python 3.11-3.13 is needed.
+# make mutants: breaks the kernels on purpose; each must fail a test.   make device: the benchmark of one GPU (DRY=1: here).
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do command -v $$p >/dev/null 2>&1 && \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -7,7 +8,7 @@ BIN := .venv/bin
 TORCH := 2.13.0
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo check test bench clean
+.PHONY: setup demo check test bench mutants device device-wheels clean
 
 setup: .venv/ready
 
@@ -30,14 +31,35 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pytest
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/interpreter
+	$(BIN)/python -m benchmarks.aot --quick
 
 test: setup
 	$(BIN)/pytest
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/interpreter
 
 bench: setup
 	$(BIN)/pip install -q -e '.[bench]'
+	$(BIN)/pip install -q --no-deps liger-kernel==0.8.5
+	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python -m benchmarks.step --vs trl
 	$(BIN)/python -m benchmarks.quickstart
+
+mutants: setup
+	$(BIN)/python tools/mutants.py
+
+# On the machine with the GPU no .venv is made: its own python3 has torch and triton. DRY=1 runs the same script here.
+OUT ?= outputs/device
+ifdef DRY
+device: setup
+	TRITON_INTERPRET=1 $(BIN)/python -W ignore -m benchmarks.device --dry --out $(OUT)
+else
+device:
+	sh tools/device.sh $(OUT)
+endif
+
+device-wheels: setup
+	sh tools/device_wheels.sh .whl
 
 clean:
 	rm -rf .venv outputs

@@ -1,1 +1,5 @@
-"""Benchmarks: python -m benchmarks.<name>. Each prints its rows as a table and appends them with --save."""
+"""python -m benchmarks.<name>: what this repository claims, measured. The thread policy is set before torch loads."""
+
+from e3fast.machine import set_threads
+
+set_threads()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ class Row:
 
 def commit() -> str:
     """The commit measured; "+" behind it where files differ from it."""
+    if shutil.which("git") is None:  # a copy of the tree on a bare machine
+        return "unknown"
     git = lambda *args: subprocess.run(["git", *args], capture_output=True, text=True, cwd=FOLDER).stdout.strip()  # noqa: E731
     return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
@@ -44,10 +47,10 @@ def show(title: str, rows: Sequence[Row]) -> None:
     Console(width=140).print(table)
 
 
-def save(name: str, rows: Sequence[Row]) -> None:
+def save(name: str, rows: Sequence[Row], folder: Path = FOLDER) -> None:
     """Append the rows, with date, commit and machine."""
-    FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"{name}.csv"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.csv"
     new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.writer(file)

@@ -12,17 +12,15 @@ has signal, so nothing of ours is skipped for want of it.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.memory import reset_peak, resident_mib
 from benchmarks.results import Row, save, show
 from e3fast.machine import set_threads
 
@@ -34,19 +32,6 @@ TRL_SETTINGS: dict[str, dict[str, Any]] = {
     "bf16-weights-no-checkpointing": {"gradient_checkpointing": False, "dtype": "bfloat16"},
 }
 TARGETS = {"update_speedup": 3.0, "extra_memory_ratio": 1 / 3}
-
-
-def resident_mib(field: str) -> float:
-    """VmRSS or VmHWM of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
-def reset_peak() -> None:
-    """Forget the peak so far. Freed memory goes back first: what stands before a step is then only what it keeps."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def questions() -> list[list[dict[str, str]]]:

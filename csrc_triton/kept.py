@@ -20,7 +20,7 @@ from csrc_triton.launch import has_triton
 
 LOWEST = -1e30  # z of a banned id; finite, so that 0 * LOWEST is 0 and never nan
 CHUNK_NUMBERS = 1 << 20  # numbers of gathered rows held at a time on a CPU
-STATS_LAUNCH: dict[str, Any] = {"BLOCK_K": 16, "BLOCK_H": 256, "num_warps": 4, "enable_fp_fusion": True}
+STATS_LAUNCH: dict[str, Any] = {"BLOCK_K": 8, "BLOCK_H": 256, "num_warps": 4, "enable_fp_fusion": True}
 SUMS_LAUNCH: dict[str, Any] = {"BLOCK_E": 16, "BLOCK_H": 256, "num_warps": 4, "enable_fp_fusion": True}
 
 
@@ -134,27 +134,28 @@ def launch_stats(head: Head, rows: Rows, members: Members, want_entropy: bool, w
     """Statistics by the gather kernel, one program per row."""
     from csrc_triton.kept_kernels import kept_stats_kernel
 
-    num_rows, device = rows.hidden.shape[0], rows.hidden.device
-    new = lambda wanted=True: torch.empty(num_rows, device=device) if wanted else None  # noqa: E731
-    logprobs, lse, top, log_s = (torch.empty(num_rows, device=device) for _ in range(4))
-    z = torch.empty(members.ids.shape[0], device=device)
-    stats = KeptStats(logprobs, lse, new(want_entropy), new(want_sum_sq), top, log_s, z, members)
-    if num_rows:
+    num_rows = rows.hidden.shape[0]
+    new = lambda size=num_rows: torch.empty(size, dtype=torch.float32, device=rows.hidden.device)  # noqa: E731
+    entropy, sum_sq = new() if want_entropy else None, new() if want_sum_sq else None
+    stats = KeptStats(new(), new(), entropy, sum_sq, new(), new(), new(members.ids.shape[0]), members)
+    if num_rows == 0:
+        return stats
+    with torch.cuda.device_of(stats.z):
         kept_stats_kernel[(num_rows,)](
             rows.hidden,
             head.weight,
             head.bias,
-            rows.temperature,
-            rows.targets,
+            rows.temperature.contiguous(),
+            rows.targets.contiguous(),
             members.indptr,
             members.ids,
-            z,
-            logprobs,
-            lse,
+            stats.z,
+            stats.logprobs,
+            stats.lse,
             stats.entropy,
             stats.sum_sq,
-            top,
-            log_s,
+            stats.top,
+            stats.log_s,
             head.weight.shape[0],
             head.weight.shape[1],
             rows.hidden.stride(0),
@@ -174,7 +175,9 @@ def launch_sums(
 
     num_segments, width = indptr.shape[0] - 1, source.shape[1]
     tiles = (width + SUMS_LAUNCH["BLOCK_H"] - 1) // SUMS_LAUNCH["BLOCK_H"]
-    if num_segments:
+    if num_segments == 0:
+        return
+    with torch.cuda.device_of(out):
         weighted_sums_kernel[(num_segments * tiles,)](
             source,
             index,
@@ -195,7 +198,7 @@ def launch_backward(head: Head, rows: Rows, members: Members, dlin: Tensor, grad
     """dX by rows, dW by ids: members sorted by id, so that each sum has one owner and a fixed order."""
     dx = None
     if grads.want_hidden:
-        dx = torch.empty(rows.hidden.shape, device=dlin.device)
+        dx = torch.empty(rows.hidden.shape, dtype=torch.float32, device=dlin.device)
         launch_sums(head.weight, members.ids, dlin, members.indptr, None, dx)
     if grads.weight is None and grads.bias is None:
         return dx
@@ -240,7 +243,7 @@ def torch_stats(head: Head, rows: Rows, members: Members, want_entropy: bool, wa
     log_s = s.log()
     z_y = reduce(z.masked_fill(ids != rows.targets[row], 0.0))
     return KeptStats(
-        ((z_y - top) - log_s).clamp(max=0),
+        (z_y - top) - log_s,
         top + log_s,
         log_s - reduce(e * d) / s if want_entropy else None,
         reduce(e.square()) / s.square() if want_sum_sq else None,

@@ -19,7 +19,7 @@ DEFAULT_EXTRA_BYTES = {"cpu": 160 << 20, "cuda": 6 << 30}
 
 
 class Config(NamedTuple):
-    """Tiles of a matrix kernel: rows x columns x depth; a row kernel uses `block_n` and `num_warps` alone."""
+    """Tiles of a matrix kernel: rows x columns x depth; of others, as their line says."""
 
     block_m: int
     block_n: int
@@ -49,14 +49,16 @@ CONFIGS: dict[tuple[str, int], Config] = {
     ("slab_dz", 90): Config(256, 128, 64, 4, 3, warp_specialize=True),
     ("slab_dz_softcap", 90): Config(128, 128, 64, 4, 4, warp_specialize=True),
     ("slab_dz", 100): Config(128, 128, 64, 8, 3),
-    ("combine", 80): Config(32, 0, 32, 4, 1),  # 32 rows, 32 tiles of V at a time
+    ("combine", 80): Config(32, 0, 32, 4, 1),  # rows, -, tiles of V at a time
     ("combine", 90): Config(32, 0, 32, 4, 1),
     ("combine", 100): Config(32, 0, 32, 4, 1),
-    ("dz", 80): Config(32, 128, 0, 8, 1),
+    ("dz", 80): Config(32, 128, 0, 8, 1),  # rows, columns at a time
     ("dz", 90): Config(32, 128, 0, 8, 1),
     ("dz", 100): Config(32, 128, 0, 8, 1),
 }
-FP32_CONFIG = Config(64, 64, 16, 8, 2)  # of every matrix kernel: no tensor core multiplies IEEE fp32
+# In place of every matrix line of the table:
+FP32_CONFIG = Config(64, 64, 16, 8, 2)  # no tensor core multiplies IEEE fp32
+POINTER_CONFIG = Config(64, 128, 32, 8, 3)  # rows that TMA cannot take: specialised warps do not compile, others spill
 
 
 def interpreting() -> bool:

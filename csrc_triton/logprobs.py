@@ -8,6 +8,7 @@ Twin: `reference.linear_logprobs`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,40 @@ def _(
     return new(), new(), new(want_entropy), new(want_sum_sq), new(), new()
 
 
+def gradients_of(
+    rows: Tensor,
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: Tensor,
+    stats: list[Tensor],
+    upstream: list[Tensor | None],
+    grads: HeadGrads,
+    max_extra_bytes: int | None,
+    backend: str,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Rows and their dX, part by part; dW and dbias are added into `grads`. `stats` are what the forward returned."""
+
+    def cut(part: Tensor) -> tuple[Rows, Upstream]:
+        up = Upstream(*(grad[part] if grad is not None else None for grad in upstream))
+        return Rows(hidden[part], temperature[part], targets[part].long()), up
+
+    if choose_backend(backend, hidden) == "triton":
+        from csrc_triton.stream import SLAB, slab_backward
+
+        logprobs, lse, entropy, sum_sq, top, log_s = (value[rows] if value.numel() else None for value in stats)
+        chunk, up = cut(rows)
+        known = RowStats(logprobs, lse, entropy, sum_sq, top, log_s)  # pyright: ignore[reportArgumentType]
+        yield rows, slab_backward(head, chunk, known, up, grads, SLAB)
+        return
+    chunks = open_backend(backend, head, hidden, max_extra_bytes)
+    for part in split(rows, chunks.num_rows):
+        chunk, up = cut(part)
+        wanted = {"want_entropy": up.entropy is not None, "want_sum_sq": up.sum_sq is not None}
+        chunks.forward(chunk, **wanted, want_grad=True)
+        yield part, chunks.backward(None, up, grads)
+
+
 @torch.library.custom_op("e3fast::linear_logprobs_backward", mutates_args=())
 def backward_op(
     grad_logprobs: Tensor | None,
@@ -129,12 +164,9 @@ def backward_op(
     upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
     rows = live_rows(upstream, targets, ignore_index)
     dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
-    chunks = open_backend(backend, head, hidden, max_extra_bytes)
-    for part in split(rows, chunks.num_rows):
-        chunk = Rows(hidden[part], temperature[part], targets[part].long())
-        entropy, sum_sq = upstream[1] is not None, upstream[2] is not None
-        chunks.forward(chunk, want_entropy=entropy, want_sum_sq=sum_sq, want_grad=True)
-        found = chunks.backward(None, Upstream(*(grad[part] if grad is not None else None for grad in upstream)), grads)
+    for part, found in gradients_of(
+        rows, hidden, head, targets, temperature, stats, upstream, grads, max_extra_bytes, backend
+    ):
         if dx is not None and found is not None:
             dx[part] = found
     return rounded(dx, hidden), rounded(grads.weight, weight), rounded(grads.bias, bias)

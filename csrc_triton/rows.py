@@ -176,7 +176,6 @@ def row_gradient(p: Tensor, head: Head, rows: Rows, stats: RowStats, up: Upstrea
     if head.softcap is not None:  # 1 - tanh^2, of z = log p + lse
         z = p.log().add_(stats.lse[at, None])
         slope = z.mul_(temperature / head.softcap).clamp_(min=-1).square_().neg_().add_(1)
-
     if b is None and g is None:
         p *= -a if a is not None else 0.0
         own = torch.zeros_like(y, dtype=p.dtype) if a is None else -a * torch.expm1(stats.logprobs[at, None])

@@ -51,6 +51,14 @@ def test_a_reference_far_away_has_no_gradient(kl):
     assert bool((grad[3:5] == 0).all())
 
 
+def test_a_token_far_below_is_counted_by_its_clamped_ratio():
+    gap = torch.tensor([-100.0, -0.125, -30.0], dtype=torch.float64)
+    rows = (gap, torch.zeros_like(gap), torch.tensor([1.0, -1.0, -2.0], dtype=torch.float64), torch.ones(3) > 0)
+    counters = run(rows, {}, 1.0)[2]
+    for key, value in counted(rows, {}).items():
+        assert float(counters[key]) == pytest.approx(float(value), rel=1e-5, abs=1e-5), key
+
+
 def test_on_policy_the_gradient_is_exact():
     (lp, _, adv, mask), knobs = vectors(64, {"correction": True})
     lp, adv, w = lp.float(), adv.float(), knobs["correction"].float()
