@@ -195,26 +195,28 @@ def launch_forward(tokens: Tokens, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor
 
 
 def torch_forward(tokens: Tokens, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor]:
-    """The op on vectors of the masked rows alone."""
+    """The op on vectors of the live tokens alone."""
     low, high, delta, beta, kl = knobs
-    live, dtype = tokens.mask.bool(), compute_dtype(tokens.logprobs)
-    lp, old, adv = (x[live].to(dtype) for x in (tokens.logprobs, tokens.old, tokens.advantages))
-    weight = -tokens.correction[live].to(dtype) if tokens.correction is not None else -1.0
+    live, dtype = torch.nonzero(tokens.mask.flatten())[:, 0], compute_dtype(tokens.logprobs)
+    lp, old, adv = (x.flatten()[live].to(dtype) for x in (tokens.logprobs, tokens.old, tokens.advantages))
+    weight = -tokens.correction.flatten()[live].to(dtype) if tokens.correction is not None else -1.0
     log_ratio = lp - old
+    far = log_ratio.abs()
     clamped = log_ratio.clamp(-LIMIT, LIMIT)
     ratio = clamped.exp()
     first, second = ratio if delta is None else ratio.clamp(max=delta), ratio.clamp(low, high)
     first_term, second_term = first * adv, second * adv
-    loss = weight * torch.minimum(first_term, second_term)
+    loss = torch.minimum(first_term, second_term).mul_(weight)
     # autograd of min: the smaller branch takes the gradient, halves where they tie, both where one is nan
-    share = torch.where(first_term == second_term, 0.5, 1.0).to(dtype)
-    slope = share.masked_fill((first_term > second_term) | (first != ratio), 0.0)
-    slope += share.masked_fill((first_term < second_term) | (second != ratio), 0.0)
-    slope.masked_fill_(log_ratio.abs() > LIMIT, 0.0)
-    slope = weight * adv * (slope * ratio)
+    share = (first_term == second_term).to(dtype).mul_(-0.5).add_(1.0)
+    no_first, no_second = first_term > second_term, (first_term < second_term) | (second != ratio)
+    if delta is not None:
+        no_first |= first != ratio
+    slope = share.masked_fill(no_first, 0.0).add_(share.masked_fill_(no_second, 0.0))
+    slope.masked_fill_(far > LIMIT, 0.0).mul_(ratio).mul_(weight * adv)
     kl_ref = torch.zeros_like(lp)
     if tokens.ref is not None:
-        kl_ref, kl_slope = kl_estimate(tokens.ref[live].to(dtype) - lp, kl)
+        kl_ref, kl_slope = kl_estimate(tokens.ref.flatten()[live].to(dtype) - lp, kl)
         if beta:
             loss, slope = loss + beta * kl_ref, slope + beta * kl_slope
     capped = (adv < 0) & (ratio > delta) if delta is not None else adv.new_zeros(())
@@ -232,10 +234,11 @@ def torch_forward(tokens: Tokens, knobs: Knobs) -> tuple[Tensor, Tensor, Tensor]
         (ratio - 1 - clamped).sum(),
         (~loss.isfinite()).sum(),
         largest(ratio),
-        largest(log_ratio.abs()),
+        largest(far),
         total.square() / (num * square).clamp(min=1e-30),
     )
-    slopes = torch.zeros(live.shape, dtype=dtype, device=live.device).masked_scatter_(live, slope)
+    slopes = torch.zeros(tokens.mask.shape, dtype=dtype, device=live.device)
+    slopes.view(-1)[live] = slope
     return loss.sum(), slopes, torch.stack([x.to(torch.float32) for x in counters])
 
 
