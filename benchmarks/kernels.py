@@ -1,11 +1,14 @@
 """The loss kernels against their peers, in one run: time, memory, and error against fp64.
 
-    python -m benchmarks.kernels [--save] [--only PROVIDER ...] [--tokens 2048 --width 576 --vocab 49152]
+    python -m benchmarks.kernels [--save] [--only PROVIDER ...] [--synthetic TOKENS WIDTH VOCAB]
 
-The ops' tests run first; on a red one nothing is measured. Times: all providers in turn, round after round, in one
+2,048 hidden states of the demo model at temperature 1 and its head (H = 576, V = 49,152), unless a synthetic shape is
+asked for. The ops' tests run first; on a red one nothing is measured. Times: all providers in turn, round after round, in one
 process, forward + backward, after a warm-up; ratios are made inside a round. Memory: a fresh process a provider, after
 one warm-up call: the peak of resident memory over what stands before the call, less the gradients themselves (a weight
-gradient added up in fp32 counts as the gradient). Error: relative Frobenius norms against fp64 at T = 512. Exits 1
+gradient added up in fp32 counts as the gradient). Error: relative Frobenius norms against fp64
+over 512 tokens; the old log-probabilities are fp32-exact, so it contains what a route's own rounding does to the
+ratio and to what is clipped. Exits 1
 where the fused loss misses its targets against the naive form. It needs a quiet machine.
 """
 
@@ -17,17 +20,40 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from benchmarks.memory import reset_peak, resident_mib
-from benchmarks.registry import PROVIDERS, Case, Problem, Provider, make_problem, naive
+from benchmarks.registry import PROVIDERS, Case, Problem, Provider, make_problem, naive, with_rewards
 from benchmarks.results import Row, save, show
+from benchmarks.sparse import real_states
 
 REPEATS, DROPPED = 7, 40
 TARGETS = {"time_over_naive": 0.6, "time_over_naive_40pct_dropped": 0.45, "memory_over_naive": 1 / 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A case and, unless it is synthetic, the file of its hidden states: every process of a run sees the same."""
+
+    case: Case
+    states: Path | None
+
+    def problem(self, tokens: int | None = None, dropped: int = 0) -> Problem:
+        case = dataclasses.replace(self.case, tokens=tokens or self.case.tokens, dropped=dropped)
+        if self.states is None:
+            return make_problem(case)
+        hidden, weight, targets = torch.load(self.states)
+        return with_rewards(hidden[: case.tokens], weight, targets[: case.tokens], case)
+
+    def arguments(self) -> list[str]:
+        if self.states is not None:
+            return ["--states", str(self.states)]
+        return ["--synthetic", *map(str, (self.case.tokens, self.case.width, self.case.vocab))]
 
 
 def call(provider: Provider, problem: Problem) -> Problem:
@@ -44,9 +70,9 @@ def seconds(provider: Provider, problem: Problem) -> float:
     return time.perf_counter() - start
 
 
-def errors(provider: Provider, case: Case) -> dict[str, float]:
+def errors(provider: Provider, inputs: Inputs) -> dict[str, float]:
     """Relative error of the two gradients against fp64 on the same bf16 values."""
-    small = make_problem(dataclasses.replace(case, tokens=min(512, case.tokens)))
+    small = inputs.problem(tokens=min(512, inputs.case.tokens))
     wide = small._replace(hidden=small.hidden.double().requires_grad_(), weight=small.weight.double().requires_grad_())
     logits = wide.hidden @ wide.weight.T
     logprobs = torch.log_softmax(logits, -1).gather(1, wide.targets[:, None])[:, 0]
@@ -61,9 +87,9 @@ def errors(provider: Provider, case: Case) -> dict[str, float]:
     }
 
 
-def extra_mib(provider: Provider, case: Case) -> float:
+def extra_mib(provider: Provider, inputs: Inputs) -> float:
     """In this, a fresh process."""
-    problem = make_problem(case)
+    problem = inputs.problem()
     call(provider, problem)
     reset_peak()
     before = resident_mib("VmRSS")
@@ -72,16 +98,15 @@ def extra_mib(provider: Provider, case: Case) -> float:
     return resident_mib("VmHWM") - before - gradients / 2**20
 
 
-def in_fresh_process(provider: Provider, case: Case) -> dict[str, float]:
-    shape = ["--tokens", str(case.tokens), "--width", str(case.width), "--vocab", str(case.vocab)]
-    command = [sys.executable, "-m", "benchmarks.kernels", "--inside", provider.name, *shape]
+def in_fresh_process(provider: Provider, inputs: Inputs) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.kernels", "--inside", provider.name, *inputs.arguments()]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(providers: list[Provider], case: Case) -> list[Row]:
-    dropped = dataclasses.replace(case, dropped=DROPPED)
-    problems = {"": make_problem(case), f"_{DROPPED}pct_dropped": make_problem(dropped)}
+def measure(providers: list[Provider], inputs: Inputs) -> list[Row]:
+    case = inputs.case
+    problems = {"": inputs.problem(), f"_{DROPPED}pct_dropped": inputs.problem(dropped=DROPPED)}
     times: dict[tuple[str, str], list[float]] = {}
     for round_ in range(REPEATS + 1):
         for provider in providers:
@@ -111,9 +136,9 @@ def three_products(problem: Problem, case: Case) -> list[Row]:
     return [Row(case.name, "three bare products", "ms", found, "ms")]
 
 
-def memory_and_error(providers: list[Provider], case: Case) -> list[Row]:
-    rows = []
-    found = {provider.name: in_fresh_process(provider, case) for provider in providers}
+def memory_and_error(providers: list[Provider], inputs: Inputs) -> list[Row]:
+    rows, case = [], inputs.case
+    found = {provider.name: in_fresh_process(provider, inputs) for provider in providers}
     for name, figures in found.items():
         rows.append(Row(case.name, name, "extra_mib", [figures["extra_mib"]], "MiB"))
         ratio = figures["extra_mib"] / found["naive"]["extra_mib"]
@@ -141,20 +166,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="append to benchmarks/results/kernels.csv")
     parser.add_argument("--only", nargs="*", default=[], help="providers beside naive")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=576)
-    parser.add_argument("--vocab", type=int, default=49152)
+    parser.add_argument("--synthetic", type=int, nargs=3, metavar=("TOKENS", "WIDTH", "VOCAB"))
+    parser.add_argument("--states", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    case = Case(args.tokens, args.width, args.vocab, length=64)
+    inputs = Inputs(Case(*(args.synthetic or (2048, 576, 49152)), length=64), args.states)
     if args.inside:
         provider = next(provider for provider in PROVIDERS if provider.name == args.inside)
-        print(json.dumps({"extra_mib": extra_mib(provider, case), **errors(provider, case)}))
+        print(json.dumps({"extra_mib": extra_mib(provider, inputs), **errors(provider, inputs)}))
         return
     if not tests_pass():
         sys.exit("the ops' tests fail: nothing measured")
     chosen = [p for p in PROVIDERS if p.available("cpu") and (not args.only or p.run is naive or p.name in args.only)]
-    rows = measure(chosen, case) + memory_and_error(chosen, case)
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.synthetic:
+            states = real_states(1.0)
+            inputs = dataclasses.replace(inputs, states=Path(folder) / "states.pt")
+            torch.save((states.hidden, states.weight, states.targets), inputs.states)
+        rows = measure(chosen, inputs) + memory_and_error(chosen, inputs)
     show("loss kernels, forward + backward", rows)
     if args.save:
         save("kernels", rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from csrc_triton import grpo, grpo_loss, linear_grpo_loss, linear_logprobs
 
-CLIP = 0.2
+CLIP, TEMPERATURE = 0.2, 1.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(case: Case, seed: int = 0) -> Problem:
-    """Peaked rows, as a trained model has them: half the mass on the target on average; ratios on both sides of 1."""
+    """Made-up rows of every kind, from flat to sure of their target."""
     draw = torch.Generator(case.device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=draw, device=case.device)  # noqa: E731
     weight = (normal(case.vocab, case.width) * 0.05).to(case.dtype)
@@ -61,11 +61,17 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
     gaps = (torch.tensor(float(case.vocab)).log() + 3 * normal(case.tokens, 1)).clamp(min=0)
     direction = weight[targets].float()
     hidden = normal(case.tokens, case.width) + gaps * direction / direction.square().sum(-1, keepdim=True)
+    return with_rewards(hidden.to(case.dtype), weight, targets, case, seed)
+
+
+def with_rewards(hidden: Tensor, weight: Tensor, targets: Tensor, case: Case, seed: int = 0) -> Problem:
+    """Advantages a sequence, and old log-probabilities that differ from the present ones by 0.2 nats: some rows clip."""
+    draw = torch.Generator(case.device).manual_seed(seed + 1)
+    normal = lambda *shape: torch.randn(*shape, generator=draw, device=case.device)  # noqa: E731
     sequences = case.tokens // case.length
     scores = normal(sequences)
     scores[: round(sequences * case.dropped / 100)] = 0
     advantages = scores[torch.randperm(sequences, generator=draw, device=case.device)].repeat_interleave(case.length)
-    hidden = hidden.to(case.dtype)
     with torch.no_grad():
         old = linear_logprobs(hidden, weight, targets).logprobs + 0.2 * normal(case.tokens)
     return Problem(hidden, weight, targets, advantages, old, case.length)
@@ -78,8 +84,8 @@ def on_vectors(logprobs: Tensor, problem: Problem) -> Tensor:
 
 
 def naive(p: Problem) -> Tensor:
-    """Logits in the model's type, raised to fp32, log-softmax, gather."""
-    logits = (p.hidden @ p.weight.T).float()
+    """As trainers do without a fused head: bf16 logits, raised to fp32, over temperature, log-softmax, gather."""
+    logits = (p.hidden @ p.weight.T).float() / TEMPERATURE
     return on_vectors(torch.log_softmax(logits, -1).gather(1, p.targets[:, None])[:, 0], p)
 
 
@@ -216,6 +222,7 @@ class Provider:
 PROVIDERS = (
     Provider("naive", naive),
     Provider("e3fast", e3fast, fp32_weight_grad=True),
+    Provider("e3fast sparse 0.05", functools.partial(e3fast, sparse_tolerance=0.05), ("cpu",), fp32_weight_grad=True),
     Provider("e3fast logprobs", e3fast_logprobs, fp32_weight_grad=True),
     Provider("compiled chunks", compiled_chunks, fp32_weight_grad=True),
     Provider("trl fused head", trl_fused_head, needs="trl", fp32_weight_grad=True),

@@ -63,8 +63,14 @@ def check_targets(targets: Tensor, num_classes: int, ignore_index: int) -> None:
 
 
 def check_loss(
-    scope: str, cu_seqlens: Tensor | None, grad_weight_out: Tensor | None, hidden: Tensor, weight: Tensor
+    scope: str,
+    cu_seqlens: Tensor | None,
+    grad_weight_out: Tensor | None,
+    sparse_tolerance: float | None,
+    hidden: Tensor,
+    weight: Tensor,
 ) -> None:
+    check_positive("sparse_tolerance", sparse_tolerance)
     if scope == "sequence" and cu_seqlens is None:
         raise ValueError("token_loss has scope 'sequence': it needs cu_seqlens (N+1,)")
     if cu_seqlens is not None:

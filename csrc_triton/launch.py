@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "cublas", "triton", "torch")
-DEFAULT_EXTRA_BYTES = {"cpu": 160 << 20, "cuda": 6 << 30}
+DEFAULT_EXTRA_BYTES = {"cpu": 128 << 20, "cuda": 6 << 30}
 
 
 class Config(NamedTuple):

@@ -52,6 +52,7 @@ class Job(NamedTuple):
     loss_scale: Tensor | None
     max_extra_bytes: int | None
     backend: str
+    sparse_tolerance: float | None
     metrics: dict[str, Tensor]  # filled by the forward
 
 
@@ -204,9 +205,8 @@ class LinearGrpoLoss(torch.autograd.Function):
             torch.zeros_like(hidden, dtype=dtype) if need_x else None,
             grads,
         )
-        backend = open_backend(
-            job.backend, Head(weight, bias, job.logit_scale, job.softcap), hidden, job.max_extra_bytes
-        )
+        head = Head(weight, bias, job.logit_scale, job.softcap)
+        backend = open_backend(job.backend, head, hidden, job.max_extra_bytes, job.sparse_tolerance)
         live_rows = torch.nonzero(job.weights != 0)[:, 0]
         found = run_passes(job, backend, hidden, out, live_rows) if live_rows.numel() else []
         loss = sum((part.loss for part in found), start=logprobs.new_zeros(()))
@@ -246,6 +246,7 @@ def linear_grpo_loss(
     loss_scale: Tensor | None = None,
     max_extra_bytes: int | None = None,
     backend: str = "auto",
+    sparse_tolerance: float | None = None,
 ) -> LinearLoss:
     """Sum over tokens of weights_t * token_loss_t, with gradients by hidden, weight and bias formed in the forward.
 
@@ -253,15 +254,16 @@ def linear_grpo_loss(
     the global normaliser: there is no default. Rows of weight 0 never enter a product, and nothing of `token_data`
     (name -> (T, ...)) is read there. `cu_seqlens` (N+1,) are the sequences' ends, for losses of scope "sequence".
     `grad_weight_out`, fp32 (V, H), takes the weight gradient directly; scale it by `loss_scale` (0-d) and call
-    backward with 1. Not to be put inside activation checkpointing. Raises ValueError naming argument, value and what
-    is allowed.
+    backward with 1. With `sparse_tolerance`, on the "torch" backend, probabilities below 2^-14 leave the backward
+    products of every chunk where a bound on the relative error of its gradients stays under it (`sparse.py`; None:
+    exact). Not to be put inside activation checkpointing. Raises ValueError naming argument, value and what is allowed.
     """
     hidden, weight = under_autocast(hidden, weight)
     rows = {"targets": targets, "weights": weights, **token_data}
     check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap)
     check_targets(targets.masked_fill(weights == 0, -100), weight.shape[0], -100)
     scope = scope_of(token_loss)
-    check_loss(scope, cu_seqlens, grad_weight_out, hidden, weight)
+    check_loss(scope, cu_seqlens, grad_weight_out, sparse_tolerance, hidden, weight)
     dtype = compute_dtype(hidden)
     seq_ids = None
     if cu_seqlens is not None:
@@ -283,6 +285,7 @@ def linear_grpo_loss(
         loss_scale,
         max_extra_bytes,
         backend,
+        sparse_tolerance,
         {},
     )
     loss, logprobs, entropy, num_live = LinearGrpoLoss.apply(hidden, weight, bias, job, grad_weight_out)

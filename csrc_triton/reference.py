@@ -95,6 +95,7 @@ def linear_grpo_loss(
     loss_scale: Tensor | None = None,
     max_extra_bytes: int | None = None,
     backend: str = "auto",
+    sparse_tolerance: float | None = None,
 ) -> LinearLoss:
     """Weighted sum of a token loss over the live rows; weight gradients go where autograd puts them."""
     live = weights != 0

@@ -20,7 +20,7 @@ from csrc_triton.launch import extra_bytes
 from csrc_triton.products import ieee_fp32
 
 CACHED_ROWS = 16  # of 50,000 fp32 logits: 3 MB
-SLAB_NUMBERS = 1 << 21  # numbers of W, or of its gradient, worked on at a time: 8 MB in fp32
+SLAB_NUMBERS = 1 << 20  # numbers of W, or of its gradient, worked on at a time: 4 MB in fp32
 
 
 @contextlib.contextmanager
@@ -49,11 +49,10 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def fitting_rows(hidden: Tensor, num_classes: int, max_extra_bytes: int | None) -> int:
-    """Rows whose logits, and their gradient where it is narrower, fit the budget; a multiple of 16, at least 64."""
-    wide = compute_dtype(hidden).itemsize
-    narrow = hidden.dtype.itemsize if hidden.dtype.itemsize < wide else 0
-    fixed = CACHED_ROWS * num_classes * wide + 2 * SLAB_NUMBERS * wide
-    rows = (extra_bytes(hidden.device, max_extra_bytes) - fixed) // (num_classes * (wide + narrow))
+    """Rows whose logits fit the budget beside the small buffers; a multiple of 16, at least 64."""
+    size = compute_dtype(hidden).itemsize
+    fixed = (2 * CACHED_ROWS * num_classes + 2 * SLAB_NUMBERS) * size
+    rows = (extra_bytes(hidden.device, max_extra_bytes) - fixed) // (num_classes * size)
     return max(64, rows // 16 * 16)
 
 
@@ -115,13 +114,13 @@ class TorchBackend:
             if not plain:
                 self.finish_logits(block, scale[at], temperature[at])
             torch.amax(block, -1, out=top[at])
-            block -= top[at, None]
-            own = block.gather(1, rows.targets[at, None])[:, 0]
-            p = torch.softmax(
-                block, -1, out=self.buffer("scratch", block.shape[0], self.dtype) if want_entropy else block
-            )
-            largest = p.amax(-1)  # e^0 / s
-            torch.neg(largest.log_(), out=log_s[at])
+            own = block.gather(1, rows.targets[at, None])[:, 0] - top[at]
+            if entropy is None:
+                p = torch.softmax(block, -1, out=block)
+            else:
+                block -= top[at, None]
+                p = torch.softmax(block, -1, out=self.buffer("scratch", CACHED_ROWS, self.dtype)[: block.shape[0]])
+            torch.neg(p.amax(-1).log_(), out=log_s[at])  # the largest p is e^0 / s
             torch.clamp(own - log_s[at], max=0, out=logprobs[at])
             if entropy is not None:
                 # a banned id has z - top = -inf and p = 0: -1e30 keeps 0 * inf out
@@ -138,12 +137,13 @@ class TorchBackend:
         rows = self.rows if keep is None else self.rows.pick(keep)
         pick = lambda x: x if x is None or keep is None else x[keep]  # noqa: E731
         stats = RowStats(*map(pick, self.stats))  # pyright: ignore[reportArgumentType]
-        num_rows = rows.targets.shape[0]
-        narrow = self.head.weight.dtype != self.dtype
-        dlin = self.buffer("dlin", num_rows, self.head.weight.dtype) if narrow else self.probs[:num_rows]
+        num_rows, scratch = rows.targets.shape[0], self.buffer("scratch", CACHED_ROWS, self.dtype)
+        # narrower values take the first half of each row that they come from; kept rows move up over those left out
+        dlin = self.probs.view(self.head.weight.dtype)[:num_rows, : scratch.shape[1]]
         target = stats.logprobs.new_empty(num_rows)
         for at in row_blocks(num_rows):
-            p = self.probs[at] if keep is None else self.probs[keep[at]]  # kept rows move up over those left out
+            index = torch.arange(at.start, at.stop, device=target.device) if keep is None else keep[at]
+            p = torch.index_select(self.probs, 0, index, out=scratch[: index.shape[0]])
             target[at] = row_gradient(p, self.head, rows, stats, up, at)
             dlin[at] = p.scatter_(1, rows.targets[at, None], 0.0)
         if grads.weight is not None:

@@ -241,7 +241,7 @@ def test_memory_follows_the_budget_and_not_the_tokens():
     hidden = torch.zeros(1, 576, dtype=torch.bfloat16)
     for budget in (64 << 20, 160 << 20):
         rows = fitting_rows(hidden, 49152, budget)
-        assert rows * 49152 * 6 <= budget and (rows + 32) * 49152 * 6 > budget - (32 << 20)
+        assert rows * 49152 * 4 <= budget and (rows + 16) * 49152 * 4 > budget - (32 << 20)
 
 
 def test_gradients_only_where_asked():
