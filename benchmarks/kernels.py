@@ -1,15 +1,16 @@
 """The loss kernels against their peers, in one run: time, memory, and error against fp64.
 
-    python -m benchmarks.kernels [--save] [--only PROVIDER ...] [--synthetic TOKENS WIDTH VOCAB]
+    python -m benchmarks.kernels [--save] [--keep-memory] [--only PROVIDER ...] [--synthetic TOKENS WIDTH VOCAB]
 
 2,048 hidden states of the demo model at temperature 1 and its head (H = 576, V = 49,152), unless a synthetic shape is
-asked for. The ops' tests run first; on a red one nothing is measured. Times: all providers in turn, round after round, in one
-process, forward + backward, after a warm-up; ratios are made inside a round. Memory: a fresh process a provider, after
-one warm-up call: the peak of resident memory over what stands before the call, less the gradients themselves (a weight
-gradient added up in fp32 counts as the gradient). Error: relative Frobenius norms against fp64
-over 512 tokens; the old log-probabilities are fp32-exact, so it contains what a route's own rounding does to the
-ratio and to what is clipped. Exits 1
-where the fused loss misses its targets against the naive form. It needs a quiet machine.
+asked for. The ops' tests run first; on a red one nothing is measured. Times: all providers in turn, round after round,
+in one process, forward + backward, after a warm-up; ratios are made inside a round. A good part of any large tensor's
+time on a CPU goes into paging its memory in, since glibc returns freed blocks to the system; `--keep-memory` tells it
+not to, for all providers, and measures times alone. Memory: a fresh process a provider, after one warm-up call: the
+peak of resident memory over what stands before the call, less the gradients themselves (a weight gradient added up in
+fp32 counts as the gradient). Error: relative Frobenius norms against fp64 over 512 tokens; the old log-probabilities
+are fp32-exact, so it contains what a route's own rounding does to the ratio and to what is clipped. Exits 1 where the
+fused loss misses its targets against the naive form. It needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.memory import reset_peak, resident_mib
+from benchmarks.memory import keep_freed_memory, reset_peak, resident_mib
 from benchmarks.registry import PROVIDERS, Case, Problem, Provider, make_problem, naive, with_rewards
 from benchmarks.results import Row, save, show
 from benchmarks.sparse import real_states
@@ -166,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="append to benchmarks/results/kernels.csv")
     parser.add_argument("--only", nargs="*", default=[], help="providers beside naive")
+    parser.add_argument("--keep-memory", action="store_true", help="freed memory stays with the process; times alone")
     parser.add_argument("--synthetic", type=int, nargs=3, metavar=("TOKENS", "WIDTH", "VOCAB"))
     parser.add_argument("--states", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
@@ -180,13 +182,21 @@ def main() -> None:
     chosen = [p for p in PROVIDERS if p.available("cpu") and (not args.only or p.run is naive or p.name in args.only)]
     with tempfile.TemporaryDirectory() as folder:
         if not args.synthetic:
-            states = real_states(1.0)
-            inputs = dataclasses.replace(inputs, states=Path(folder) / "states.pt")
-            torch.save((states.hidden, states.weight, states.targets), inputs.states)
-        rows = measure(chosen, inputs) + memory_and_error(chosen, inputs)
+            states, path = real_states(1.0), Path(folder) / "states.pt"
+            torch.save((states.hidden, states.weight, states.targets), path)
+            inputs = dataclasses.replace(inputs, states=path)
+        if args.keep_memory:
+            keep_freed_memory()
+        rows = measure(chosen, inputs)
+        if args.keep_memory:
+            rows = [dataclasses.replace(row, case=f"{row.case}-memory-kept") for row in rows]
+        else:
+            rows += memory_and_error(chosen, inputs)
     show("loss kernels, forward + backward", rows)
     if args.save:
         save("kernels", rows)
+    if args.keep_memory:
+        return
     for line in missed(rows):
         Console(stderr=True).print(f"missed: {line}")
     sys.exit(bool(missed(rows)))

@@ -1,4 +1,4 @@
-"""Resident memory of this process, from the kernel's own books (Linux)."""
+"""Resident memory of this process, from the kernel's own books (Linux, glibc)."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def reset_peak() -> None:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def keep_freed_memory() -> None:
+    """glibc hands large blocks back to the system when they are freed, and each new one is paged in again; now not."""
+    m_mmap_threshold, m_trim_threshold = -3, -1
+    for option in (m_mmap_threshold, m_trim_threshold):
+        ctypes.CDLL("libc.so.6").mallopt(option, 2**31 - 1)

@@ -65,7 +65,7 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
 
 
 def with_rewards(hidden: Tensor, weight: Tensor, targets: Tensor, case: Case, seed: int = 0) -> Problem:
-    """Advantages a sequence, and old log-probabilities that differ from the present ones by 0.2 nats: some rows clip."""
+    """Advantages a sequence; old log-probabilities 0.2 nats off the present ones, so that some rows clip."""
     draw = torch.Generator(case.device).manual_seed(seed + 1)
     normal = lambda *shape: torch.randn(*shape, generator=draw, device=case.device)  # noqa: E731
     sequences = case.tokens // case.length
