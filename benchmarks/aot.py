@@ -75,7 +75,16 @@ PRODUCT = {
     "weight_stride": "i32",
     "logit_scale": "fp32",
 }
-DIVISIBLE = {"width", "hidden_stride", "weight_stride", "exp_stride", "out_stride", "first_col"}
+DIVISIBLE = {
+    "width",
+    "hidden_stride",
+    "weight_stride",
+    "exp_stride",
+    "out_stride",
+    "first_col",
+    "raw_stride",
+    "dlin_stride",
+}
 STATS = PRODUCT | {"part_top_ptr": "*fp32", "part_s_ptr": "*fp32", "target_z_ptr": "*fp32"}
 STORE = {"exp_ptr": "*bf16", "exp_stride": "i32"}
 COEFFICIENTS = {name: "*fp32" for name in ("target_dlin_ptr", "top_ptr", "log_s_ptr", "a_ptr")}

@@ -3,6 +3,6 @@
 from csrc_triton.grpo_loss import grpo_loss
 from csrc_triton.linear_loss import LinearLoss, linear_grpo_loss
 from csrc_triton.logprobs import LogProbs, linear_logprobs
-from csrc_triton.losses import LossTerms, grpo
+from csrc_triton.losses import Chunk, LossTerms, grpo
 
-__all__ = ["LinearLoss", "LogProbs", "LossTerms", "grpo", "grpo_loss", "linear_grpo_loss", "linear_logprobs"]
+__all__ = ["Chunk", "LinearLoss", "LogProbs", "LossTerms", "grpo", "grpo_loss", "linear_grpo_loss", "linear_logprobs"]

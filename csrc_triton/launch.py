@@ -87,7 +87,8 @@ def choose_backend(backend: str, hidden: Tensor) -> str:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     on_gpu = hidden.device.type == "cuda"
     if backend == "auto":
-        if not on_gpu or not has_triton() or torch.cuda.get_device_capability(hidden.device) < (8, 0):
+        fits = on_gpu and has_triton() and hidden.dtype != torch.float64
+        if not fits or torch.cuda.get_device_capability(hidden.device) < (8, 0):
             return "torch"
         return "triton" if hidden.shape[1] <= 1024 else "cublas"
     if backend == "torch":
@@ -96,6 +97,8 @@ def choose_backend(backend: str, hidden: Tensor) -> str:
         raise ValueError(f"backend = {backend!r} needs the package triton; backend = 'torch' runs without it")
     if not on_gpu and not interpreting():
         raise ValueError(f"backend = {backend!r} needs CUDA tensors, got {hidden.device}; 'auto' and 'torch' run there")
+    if hidden.dtype == torch.float64:
+        raise ValueError(f"backend = {backend!r} takes bf16, fp16 or fp32, got fp64; 'auto' and 'torch' take it")
     return backend
 
 

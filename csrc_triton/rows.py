@@ -10,6 +10,7 @@ matrix in fp32, and the weight gradient is added up in fp32.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +22,7 @@ from csrc_triton.products import ieee_fp32
 
 CACHED_ROWS = 16  # of 50,000 fp32 logits: 3 MB
 SLAB_NUMBERS = 1 << 20  # numbers of W, or of its gradient, worked on at a time: 4 MB in fp32
+SWITCHING = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -28,19 +30,20 @@ def exact_products(hidden: Tensor) -> Iterator[None]:
     """fp32 products of operands that hold values of `hidden`'s type: none is rounded, the result is fp32.
 
     bf16 values may run on a CPU's bf16 units, for which fp32 tensors are allowed to be narrowed; fp32 values may not.
-    The switches are process-wide, so they are set around a product alone and put back.
+    The switches are process-wide, so they are set around a product alone and put back, by one thread at a time.
     """
     if hidden.device.type == "cuda" or hidden.dtype != torch.bfloat16:
         with ieee_fp32(hidden.device.type == "cuda"):
             yield
         return
     switch = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # set at run time
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        switch.fp32_precision = before
+    with SWITCHING:
+        before = switch.fp32_precision
+        switch.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            switch.fp32_precision = before
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -40,7 +40,7 @@ class SparseBackend(TorchBackend):
     def __init__(self, head: Head, hidden: Tensor, max_extra_bytes: int | None, tolerance: float) -> None:
         super().__init__(head, hidden, max_extra_bytes)
         self.tolerance = tolerance
-        self.norms = torch.linalg.vecdot(head.weight, head.weight).to(self.dtype)  # (V,) |W_v|^2
+        self.norms = torch.cat([w.to(self.dtype).square().sum(-1) for w in head.weight.split(4096)])  # (V,) |W_v|^2
         self.num_dense = 0  # chunks over the tolerance
 
     def backward(self, keep: Tensor | None, up: Upstream, grads: HeadGrads) -> Tensor | None:
