@@ -217,12 +217,15 @@ def source(case: Case, config: Config) -> ASTSource:
 
 def figures(case: Case, config: Config, arch: int) -> dict[str, Any]:
     """Compile and read the machine code; from the cache where nothing of it changed."""
-    text = repr((PARSER, triton.__version__, case.function.cache_key, case[3:], config, arch))
+    made = source(case, config)
+    text = repr(
+        (PARSER, triton.__version__, case.function.cache_key, made.signature, made.constants, made.attrs, config, arch)
+    )
     path = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     if path.exists():
         return json.loads(path.read_text())
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-    built = triton.compile(source(case, config), target=GPUTarget("cuda", arch, 32), options=options)
+    built = triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
