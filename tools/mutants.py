@@ -24,7 +24,9 @@ class Mutant(NamedTuple):
     tests: str  # under tests
 
 
-OPS, FUSED, KEPT, VECTORS = (f"csrc_triton/test_{name}.py" for name in ("logprobs", "linear_loss", "kept", "grpo_loss"))
+OPS, FUSED, KEPT, VECTORS, SPARSE = (
+    f"csrc_triton/test_{name}.py" for name in ("logprobs", "linear_loss", "kept", "grpo_loss", "sparse")
+)
 STREAM, ROW_KERNELS, KEPT_KERNELS, VECTOR_KERNEL = (
     f"interpreter/test_{name}.py" for name in ("stream", "rows", "kept_kernels", "grpo_kernel")
 )
@@ -46,6 +48,9 @@ MUTANTS = (
     Mutant("rounded logits", "rows.py", "torch.mm(x, self", "z[:, slab] = torch.mm(hidden, self.head.weight[slab].T); torch.mm(x[:0], self", OPS),
     Mutant("repeated kept ids", "kept.py", "torch.unique(", "torch.sort(", KEPT),
     Mutant("clip below", "grpo_loss.py", "1 - clip_low", "1 - clip_high", VECTORS),
+    Mutant("sparse: dropped mass", "sparse.py", ".addr_(left, mean)", "", SPARSE),
+    Mutant("sparse: bound", "sparse.py", "> self.tolerance", "> 1e9", SPARSE),
+    Mutant("sparse: temperature", "sparse.py", "(head.logit_scale / rows", "(head.logit_scale + 0 * rows", SPARSE),
     Mutant("stream: combine rescale", "stream_kernels.py", "s = s * old + ", "s = s + ", STREAM),
     Mutant("stream: entropy rescale", "stream_kernels.py", "(t + s * old_gap) * old", "t * old", STREAM),
     Mutant("stream: tail mask", "stream_kernels.py", "tl.where(cols < num_cols, 0.0, LOWEST)", "tl.where(cols < num_cols, 0.0, 0.0)", STREAM),
