@@ -22,6 +22,7 @@ from csrc_triton.products import ieee_fp32
 
 CACHED_ROWS = 16  # of 50,000 fp32 logits: 3 MB
 SLAB_NUMBERS = 1 << 20  # numbers of W, or of its gradient, worked on at a time: 4 MB in fp32
+ON_GPU = 32  # times as much of both on a GPU, where few large launches count
 SWITCHING = threading.Lock()
 
 
@@ -53,21 +54,23 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 
 def fitting_rows(hidden: Tensor, num_classes: int, max_extra_bytes: int | None) -> int:
     """Rows whose logits fit the budget beside the small buffers; a multiple of 16, at least 64."""
-    size = compute_dtype(hidden).itemsize
+    size = compute_dtype(hidden).itemsize * (1 if hidden.device.type == "cpu" else ON_GPU)
     fixed = (2 * CACHED_ROWS * num_classes + 2 * SLAB_NUMBERS) * size
-    rows = (extra_bytes(hidden.device, max_extra_bytes) - fixed) // (num_classes * size)
+    rows = (extra_bytes(hidden.device, max_extra_bytes) - fixed) // (num_classes * compute_dtype(hidden).itemsize)
     return max(64, rows // 16 * 16)
 
 
-def row_blocks(num_rows: int) -> Iterator[slice]:
-    for start in range(0, num_rows, CACHED_ROWS):
-        yield slice(start, min(start + CACHED_ROWS, num_rows))
+def row_blocks(num_rows: int, step: int) -> Iterator[slice]:
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 class TorchBackend:
     def __init__(self, head: Head, hidden: Tensor, max_extra_bytes: int | None) -> None:
         self.head, self.dtype = head, compute_dtype(hidden)
         self.bias = head.bias.to(self.dtype) if head.bias is not None else None
+        times = 1 if hidden.device.type == "cpu" else ON_GPU
+        self.block_rows, self.slab_numbers = CACHED_ROWS * times, SLAB_NUMBERS * times
         self.num_rows = fitting_rows(hidden, head.weight.shape[0], max_extra_bytes)
         self.buffers: dict[str, Tensor] = {}
 
@@ -82,7 +85,7 @@ class TorchBackend:
     def slabs(self) -> Iterator[slice]:
         """Columns of the vocabulary worked on at a time; all at once where nothing is to be widened."""
         num_classes, width = self.head.weight.shape
-        step = num_classes if self.head.weight.dtype == self.dtype else max(1, SLAB_NUMBERS // width)
+        step = num_classes if self.head.weight.dtype == self.dtype else max(1, self.slab_numbers // width)
         for start in range(0, num_classes, step):
             yield slice(start, min(start + step, num_classes))
 
@@ -112,7 +115,7 @@ class TorchBackend:
         temperature = rows.temperature.to(self.dtype)[:, None]
         scale = self.head.logit_scale / temperature
         plain = self.head.softcap is None and self.bias is None and bool((scale == 1).all())
-        for at in row_blocks(z.shape[0]):
+        for at in row_blocks(z.shape[0], self.block_rows):
             block = z[at]
             if not plain:
                 self.finish_logits(block, scale[at], temperature[at])
@@ -122,7 +125,7 @@ class TorchBackend:
                 p = torch.softmax(block, -1, out=block)
             else:
                 block -= top[at, None]
-                p = torch.softmax(block, -1, out=self.buffer("scratch", CACHED_ROWS, self.dtype)[: block.shape[0]])
+                p = torch.softmax(block, -1, out=self.buffer("scratch", self.block_rows, self.dtype)[: block.shape[0]])
             torch.neg(p.amax(-1).log_(), out=log_s[at])  # the largest p is e^0 / s
             torch.clamp(own - log_s[at], max=0, out=logprobs[at])
             if entropy is not None:
@@ -140,11 +143,11 @@ class TorchBackend:
         rows = self.rows if keep is None else self.rows.pick(keep)
         pick = lambda x: x if x is None or keep is None else x[keep]  # noqa: E731
         stats = RowStats(*map(pick, self.stats))  # pyright: ignore[reportArgumentType]
-        num_rows, scratch = rows.targets.shape[0], self.buffer("scratch", CACHED_ROWS, self.dtype)
+        num_rows, scratch = rows.targets.shape[0], self.buffer("scratch", self.block_rows, self.dtype)
         # narrower values take the first half of each row that they come from; kept rows move up over those left out
         dlin = self.probs.view(self.head.weight.dtype)[:num_rows, : scratch.shape[1]]
         target = stats.logprobs.new_empty(num_rows)
-        for at in row_blocks(num_rows):
+        for at in row_blocks(num_rows, self.block_rows):
             index = torch.arange(at.start, at.stop, device=target.device) if keep is None else keep[at]
             p = torch.index_select(self.probs, 0, index, out=scratch[: index.shape[0]])
             target[at] = row_gradient(p, self.head, rows, stats, up, at)

@@ -70,7 +70,7 @@ class SparseBackend(TorchBackend):
 
     def entries(self, keep: Tensor | None, rows: Rows, a: Tensor) -> Entries:
         ids, values, sizes = [], [], []
-        for at in row_blocks(rows.targets.shape[0]):
+        for at in row_blocks(rows.targets.shape[0], self.block_rows):
             p = self.probs[at] if keep is None else self.probs[keep[at]]
             large = (p > SMALLEST).scatter_(1, rows.targets[at, None], False)
             row, column = torch.nonzero(large, as_tuple=True)

@@ -63,8 +63,8 @@ def test_the_loss_is_the_same_and_dense_chunks_are_exact():
 
 def test_a_row_leaves_out_exactly_what_its_kept_entries_lack():
     """The dropped mass acts on dX through the mean row: without it the error is several times as large."""
-    hidden, weight, targets, advantages = problem(4.0)
-    weight = weight + 0.5  # a mean row that is not nothing
+    hidden, weight, targets, advantages = problem(4.0, v=20000)
+    weight = weight + 5.0  # a mean row that is far from nothing; it moves no probability
     case = (hidden, weight, targets, advantages)
     _, dx, _ = gradients(*case, sparse_tolerance=100.0)
     assert relative(dx, truth(*case)[0]) < 0.02
