@@ -2,7 +2,7 @@
 
 A provider takes a `Problem` whose hidden and weight are leaves and returns the scalar loss
 sum_t weights_t * -min(r_t A_t, clip(r_t) A_t); the benchmark calls backward on it. Peers that offer log-probabilities
-get the same loss on vectors; peers that offer a plain cross-entropy alone say so in `loss`.
+get the same loss on vectors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLIP, TEMPERATURE = 0.2, 1.0
 
 @dataclass(frozen=True)
 class Case:
-    """T tokens in sequences of `length`; of every hundred sequences, `dropped` have advantage zero."""
+    """T tokens in sequences of `length`; `dropped` percent of the rows have advantage zero."""
 
     tokens: int
     width: int
@@ -65,15 +65,19 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
 
 
 def with_rewards(hidden: Tensor, weight: Tensor, targets: Tensor, case: Case, seed: int = 0) -> Problem:
-    """Advantages a sequence; old log-probabilities 0.2 nats off the present ones, so that some rows clip."""
+    """One advantage a sequence, then exactly `dropped` percent of the rows set to zero.
+
+    Old log-probabilities are at most 0.1 nats off the present ones: no row clips, so that no other row has coefficient
+    zero and every provider has the same work.
+    """
     draw = torch.Generator(case.device).manual_seed(seed + 1)
-    normal = lambda *shape: torch.randn(*shape, generator=draw, device=case.device)  # noqa: E731
-    sequences = case.tokens // case.length
-    scores = normal(sequences)
-    scores[: round(sequences * case.dropped / 100)] = 0
-    advantages = scores[torch.randperm(sequences, generator=draw, device=case.device)].repeat_interleave(case.length)
+    scores = torch.randn(case.tokens // case.length, generator=draw, device=case.device)
+    advantages = scores.repeat_interleave(case.length)
+    order = torch.randperm(case.tokens, generator=draw, device=case.device)
+    advantages[order[: round(case.tokens * case.dropped / 100)]] = 0
+    noise = 0.2 * torch.rand(case.tokens, generator=draw, device=case.device) - 0.1
     with torch.no_grad():
-        old = linear_logprobs(hidden, weight, targets).logprobs + 0.2 * normal(case.tokens)
+        old = linear_logprobs(hidden, weight, targets).logprobs + noise
     return Problem(hidden, weight, targets, advantages, old, case.length)
 
 
@@ -124,7 +128,7 @@ def liger_module() -> Any:
 
 
 def liger_chunked_grpo(p: Problem) -> Tensor:
-    """One advantage a sequence; all of one length, so that its mean over sequences is the mean over tokens."""
+    """One advantage a sequence, zero rows or not; all of one length: a mean over sequences is one over tokens."""
     split = lambda x: x.view(-1, p.length, *x.shape[1:])  # noqa: E731
     mask = torch.ones_like(split(p.targets))
     out = liger_module()(
@@ -201,11 +205,6 @@ def cce(p: Problem) -> Tensor:
     return on_vectors(-linear_cross_entropy(p.hidden, p.weight, p.targets, reduction="none", filter_eps=None), p)
 
 
-def torch_linear_cross_entropy(p: Problem) -> Tensor:
-    """Of the shape of a mean cross-entropy: PyTorch offers no coefficient a token."""
-    return torch.nn.functional.linear_cross_entropy(p.hidden, p.weight, p.targets)  # pyright: ignore
-
-
 @dataclass(frozen=True)
 class Provider:
     name: str
@@ -213,7 +212,6 @@ class Provider:
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs: str = ""  # a package
     fp32_weight_grad: bool = False  # adds the weight gradient up in fp32: those bytes are the gradient, not extra
-    same_loss: bool = True
 
     def available(self, device: str) -> bool:
         return device in self.devices and (not self.needs or importlib.util.find_spec(self.needs) is not None)

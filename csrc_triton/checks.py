@@ -17,24 +17,37 @@ def check_head(
     bias: Tensor | None,
     temperature: float | Tensor,
     softcap: float | None,
+    operand_dtype: torch.dtype | None,
 ) -> None:
     """Shapes, devices, types and ranges common to the ops; `rows` are arguments of length T.
 
-    ValueError before any work.
+    `operand_dtype` is autocast's, to which both operands will be cast. ValueError before any work.
     """
     if hidden.ndim != 2:
         raise ValueError(f"hidden must be (T, H), got shape {tuple(hidden.shape)}; flatten batch and sequence first")
     if weight.ndim != 2 or weight.numel() == 0:
         raise ValueError(f"weight must be (V, H) and not empty, got {tuple(weight.shape)}; gather a sharded head first")
+    if hasattr(weight, "full_tensor"):
+        raise ValueError(
+            "weight is a DTensor; give weight.full_tensor(), or call the op where FSDP has unsharded the head"
+        )
     if hidden.shape[1] != weight.shape[1]:
         looks = "; hidden looks like logits" if hidden.shape[1] == weight.shape[0] else ""
         raise ValueError(f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}: H differs{looks}")
-    if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
+    same = hidden.dtype == weight.dtype or operand_dtype is not None
+    if not hidden.is_floating_point() or not weight.is_floating_point() or not same:
         raise ValueError(f"hidden and weight must be of one float type, got {hidden.dtype} and {weight.dtype}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be (V,) = {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+    if weight.device != hidden.device:
+        raise ValueError(f"weight must be on {hidden.device} like hidden, got {weight.device}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
+        wanted = f"(V,) = {tuple(weight.shape[:1])} on {weight.device}"
+        raise ValueError(f"bias must be {wanted}, got {tuple(bias.shape)} on {bias.device}")
     if isinstance(temperature, Tensor):
         rows = {**rows, "temperature": temperature}
+    for name in ("targets", "weights", "temperature"):
+        value = rows.get(name)
+        if value is not None and value.ndim != 1:
+            raise ValueError(f"{name} must be (T,) = ({hidden.shape[0]},), got {tuple(value.shape)}")
     for name, value in rows.items():
         if value is not None and (value.shape[:1] != hidden.shape[:1] or value.device != hidden.device):
             wanted = f"{hidden.shape[0]} rows on {hidden.device}"
@@ -51,15 +64,17 @@ def check_positive(name: str, value: float | None) -> None:
         raise ValueError(f"{name} must be > 0 and finite, got {value}")
 
 
-def check_targets(targets: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Targets outside [0, V) are found where looking costs no device sync."""
+def check_targets(targets: Tensor, num_classes: int, ignore_index: int | None) -> None:
+    """Targets outside [0, V) are found where looking costs no device sync; `ignore_index` may be one of them."""
     if targets.dtype not in (torch.int32, torch.int64) or targets.ndim != 1:
         raise ValueError(f"targets must be (T,) int32 or int64, got {tuple(targets.shape)} {targets.dtype}")
     if targets.device.type != "cpu":
         return
-    bad = ((targets < 0) | (targets >= num_classes)) & (targets != ignore_index)
+    bad = (targets < 0) | (targets >= num_classes)
+    bad = bad if ignore_index is None else bad & (targets != ignore_index)
     if bool(bad.any()):
-        raise ValueError(f"targets must be in [0, {num_classes}) or {ignore_index}, got {targets[bad][0].item()}")
+        ignored = "" if ignore_index is None else f" or {ignore_index}"
+        raise ValueError(f"targets must be in [0, {num_classes}){ignored}, got {targets[bad][0].item()}")
 
 
 def check_loss(
@@ -73,19 +88,16 @@ def check_loss(
     check_positive("sparse_tolerance", sparse_tolerance)
     if scope == "sequence" and cu_seqlens is None:
         raise ValueError("token_loss has scope 'sequence': it needs cu_seqlens (N+1,)")
-    if cu_seqlens is not None:
-        ends_right = cu_seqlens.device.type != "cpu" or (int(cu_seqlens[0]), int(cu_seqlens[-1])) == (
-            0,
-            hidden.shape[0],
-        )
-        if (
-            cu_seqlens.ndim != 1
-            or not ends_right
-            or (cu_seqlens.device.type == "cpu" and bool((cu_seqlens.diff() < 0).any()))
-        ):
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.numel() == 0):
+        raise ValueError(f"cu_seqlens must be (N+1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+        spans = int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == hidden.shape[0]
+        if not spans or bool((cu_seqlens.diff() < 0).any()):
             raise ValueError(f"cu_seqlens must rise from 0 to T = {hidden.shape[0]}, got {cu_seqlens.tolist()[:8]}")
     if grad_weight_out is not None and (
-        grad_weight_out.shape != weight.shape or grad_weight_out.dtype != torch.float32
+        grad_weight_out.shape != weight.shape
+        or grad_weight_out.dtype != torch.float32
+        or grad_weight_out.device != weight.device
     ):
-        got = f"{tuple(grad_weight_out.shape)} {grad_weight_out.dtype}"
-        raise ValueError(f"grad_weight_out must be fp32 {tuple(weight.shape)}, got {got}")
+        got = f"{tuple(grad_weight_out.shape)} {grad_weight_out.dtype} on {grad_weight_out.device}"
+        raise ValueError(f"grad_weight_out must be fp32 {tuple(weight.shape)} on {weight.device}, got {got}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +23,13 @@ class Head(NamedTuple):
     bias: Tensor | None  # (V,); -inf bans an id
     logit_scale: float
     softcap: float | None
+
+
+def make_head(weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None) -> Head:
+    """Rows of the weight and the bias contiguous, as kernels read them; numbers as floats."""
+    weight = weight.detach() if weight.stride(1) == 1 else weight.detach().contiguous()
+    bias = bias.detach().contiguous() if bias is not None else None
+    return Head(weight, bias, float(logit_scale), float(softcap) if softcap is not None else None)
 
 
 class Rows(NamedTuple):
@@ -48,6 +56,22 @@ class Upstream(NamedTuple):
     logprobs: Tensor | None
     entropy: Tensor | None
     sum_sq: Tensor | None
+
+
+def target_gradient(head: Head, stats: RowStats, up: Upstream, temperature: Tensor) -> Tensor:
+    """(k,) d(loss)/d(x W' + bias) at each row's target; a (1 - p) comes from expm1, where 1 - p would cancel."""
+    p = stats.logprobs.exp()
+    dz = torch.zeros_like(p)
+    if up.logprobs is not None:
+        dz -= up.logprobs * torch.expm1(stats.logprobs)
+    if up.entropy is not None and stats.entropy is not None:
+        dz -= up.entropy * p * (stats.logprobs.clamp(min=-1e30) + stats.entropy)
+    if up.sum_sq is not None and stats.sum_sq is not None:
+        dz += 2 * up.sum_sq * p * (p - stats.sum_sq)
+    dlin = dz * (head.logit_scale / temperature)
+    if head.softcap is not None:
+        dlin *= 1 - ((stats.logprobs + stats.lse) * (temperature / head.softcap)).square()
+    return dlin
 
 
 class HeadGrads(NamedTuple):

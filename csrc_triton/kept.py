@@ -86,26 +86,33 @@ def make_members(kept: tuple[Tensor, Tensor], targets: Tensor, num_classes: int)
     return Members(torch.searchsorted(rows, ends), unique - rows * (num_classes + 1), rows)
 
 
-def use_kernels(hidden: Tensor) -> bool:
-    return hidden.device.type == "cuda" and hidden.dtype != torch.float64 and has_triton()
+def use_kernels(hidden: Tensor, backend: str) -> bool:
+    return backend != "torch" and hidden.device.type == "cuda" and hidden.dtype != torch.float64 and has_triton()
 
 
 def kept_logprobs(
-    head: Head, rows: Rows, kept: tuple[Tensor, Tensor], want_entropy: bool, want_sum_sq: bool
+    head: Head,
+    rows: Rows,
+    kept: tuple[Tensor, Tensor],
+    want_entropy: bool,
+    want_sum_sq: bool,
+    backend: str = "auto",
 ) -> KeptStats:
     """Statistics of each row over its kept set; what `kept_backward` needs lies in the result. See `check_kept`.
 
     A set of one gives log-probability and entropy exactly 0. fp32, fp64 for fp64 hidden states.
     """
     members = make_members(kept, rows.targets, head.weight.shape[0])
-    stats = launch_stats if use_kernels(rows.hidden) else torch_stats
+    stats = launch_stats if use_kernels(rows.hidden, backend) else torch_stats
     return stats(head, rows, members, want_entropy, want_sum_sq)
 
 
-def kept_backward(head: Head, rows: Rows, stats: KeptStats, up: Upstream, grads: HeadGrads) -> Tensor | None:
+def kept_backward(
+    head: Head, rows: Rows, stats: KeptStats, up: Upstream, grads: HeadGrads, backend: str = "auto"
+) -> Tensor | None:
     """Add dW and dbias, return dX (T, H) fp32 (fp64 for fp64). Rows without upstream gradient add exactly nothing."""
     dlin = member_dlin(head, rows, stats, up)
-    if use_kernels(rows.hidden):
+    if use_kernels(rows.hidden, backend):
         return launch_backward(head, rows, stats.members, dlin, grads)
     return torch_backward(head, rows, stats.members, dlin, grads)
 

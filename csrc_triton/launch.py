@@ -7,8 +7,10 @@ only where they run.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -123,13 +125,16 @@ def row_temperatures(temperature: float | Tensor, hidden: Tensor, dtype: torch.d
     return torch.full((hidden.shape[0],), temperature, dtype=dtype, device=hidden.device)
 
 
-def under_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden and weight in the autocast type, cast once a call, where autocast is on."""
-    kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
-        return hidden, weight
-    dtype = torch.get_autocast_dtype(kind)
-    return hidden.to(dtype), weight.to(dtype)
+def operand_dtype(device: torch.device) -> torch.dtype | None:
+    """The type to which autocast, where it is on, casts the operands of a product."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+@contextlib.contextmanager
+def operands(hidden: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hidden and weight in autocast's type, cast once, and autocast off: nothing else of an op may be narrowed."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        yield (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
 
 
 def scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from csrc_triton.backends import open_backend
 from csrc_triton.checks import check_head, check_loss, check_targets
-from csrc_triton.head import ChunkBackend, Head, HeadGrads, Rows, RowStats, Upstream
-from csrc_triton.launch import row_temperatures, scaled, split, under_autocast
+from csrc_triton.head import ChunkBackend, HeadGrads, Rows, RowStats, Upstream, make_head
+from csrc_triton.launch import operand_dtype, operands, row_temperatures, scaled, split
 from csrc_triton.losses import Chunk, TokenLoss, scope_of
 from csrc_triton.rows import compute_dtype
 
@@ -53,6 +53,7 @@ class Job(NamedTuple):
     max_extra_bytes: int | None
     backend: str
     sparse_tolerance: float | None
+    operand: torch.dtype | None  # autocast's
     metrics: dict[str, Tensor]  # filled by the forward
 
 
@@ -73,6 +74,9 @@ def coefficients(job: Job, rows: Tensor, stats: RowStats) -> Coefficients:
         logprobs = stats.logprobs.detach().requires_grad_()
         entropy = stats.entropy.detach().requires_grad_() if stats.entropy is not None else None
         terms = job.token_loss(logprobs, entropy, chunk)
+        if terms.loss.shape != logprobs.shape:
+            got, wanted = tuple(terms.loss.shape), tuple(logprobs.shape)
+            raise ValueError(f"token_loss must return a loss of {wanted}, one number a row, got {got}")
         loss = (terms.loss * chunk.weights).sum()
         leaves = [logprobs] if entropy is None else [logprobs, entropy]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None, None)
@@ -86,7 +90,8 @@ def coefficients(job: Job, rows: Tensor, stats: RowStats) -> Coefficients:
 
 def gather_metrics(into: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
     for name, value in found.items():
-        now = value.detach().amax() if name.endswith("_max") else value.detach().sum()
+        value = value.detach() if value.dtype == torch.float64 else value.detach().float()
+        now = value.amax() if name.endswith("_max") else value.sum()
         old = into.get(name)
         into[name] = now if old is None else torch.maximum(old, now) if name.endswith("_max") else old + now
 
@@ -192,37 +197,33 @@ def run_passes(job: Job, backend: ChunkBackend, hidden: Tensor, out: Output, liv
 class LinearGrpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: Job, dw_out: Tensor | None) -> Any:
-        dtype = compute_dtype(hidden)
         need_x, need_w, need_b = (job.want_grad and needed for needed in ctx.needs_input_grad[:3])
         job = job._replace(want_grad=need_x or need_w or need_b)
-        new_dw = lambda: dw_out if dw_out is not None else torch.zeros_like(weight, dtype=dtype)  # noqa: E731
-        new_db = torch.zeros_like(bias, dtype=dtype) if need_b and bias is not None else None
-        grads = HeadGrads(new_dw() if need_w else None, new_db, need_x)
-        logprobs = hidden.new_zeros(hidden.shape[0], dtype=dtype)
-        out = Output(
-            logprobs,
-            torch.zeros_like(logprobs) if job.want_entropy else None,
-            torch.zeros_like(hidden, dtype=dtype) if need_x else None,
-            grads,
-        )
-        head = Head(weight, bias, job.logit_scale, job.softcap)
-        backend = open_backend(job.backend, head, hidden, job.max_extra_bytes, job.sparse_tolerance)
-        live_rows = torch.nonzero(job.weights != 0)[:, 0]
-        found = run_passes(job, backend, hidden, out, live_rows) if live_rows.numel() else []
+        with operands(hidden, weight, job.operand) as (x, w):
+            dtype, head = compute_dtype(x), make_head(w, bias, job.logit_scale, job.softcap)
+            backend = open_backend(job.backend, head, x, job.max_extra_bytes, job.sparse_tolerance)
+            zeros = lambda like: torch.zeros_like(like, dtype=dtype)  # noqa: E731
+            dw = (dw_out if dw_out is not None else zeros(weight)) if need_w else None
+            grads = HeadGrads(dw, zeros(bias) if need_b and bias is not None else None, need_x)
+            logprobs = x.new_zeros(x.shape[0], dtype=dtype)
+            entropy = torch.zeros_like(logprobs) if job.want_entropy else None
+            out = Output(logprobs, entropy, zeros(hidden) if need_x else None, grads)
+            live_rows = torch.nonzero(job.weights != 0)[:, 0]
+            found = run_passes(job, backend, x, out, live_rows) if live_rows.numel() else []
         loss = sum((part.loss for part in found), start=logprobs.new_zeros(()))
         num_live = sum((part.live.sum() for part in found), start=live_rows.new_zeros(()))
         job.metrics["num_rows"] = torch.tensor(float(live_rows.shape[0]), device=hidden.device)
-        ctx.grads = (out.hidden, None if dw_out is not None else grads.weight, grads.bias)
+        ctx.save_for_backward(out.hidden, None if dw_out is not None else grads.weight, grads.bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(logprobs, num_live, *([out.entropy] if out.entropy is not None else []))
-        return loss, logprobs, out.entropy, num_live
+        ctx.mark_non_differentiable(logprobs, num_live, *([entropy] if entropy is not None else []))
+        return loss, logprobs, entropy, num_live
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_unused: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = (
             scaled(grad, scale, dtype) if grad is not None else None
-            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*grads, None, None)
 
@@ -258,13 +259,12 @@ def linear_grpo_loss(
     products of every chunk where a bound on the relative error of its gradients stays under it (`sparse.py`; None:
     exact). Not to be put inside activation checkpointing. Raises ValueError naming argument, value and what is allowed.
     """
-    hidden, weight = under_autocast(hidden, weight)
-    rows = {"targets": targets, "weights": weights, **token_data}
-    check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap)
-    check_targets(targets.masked_fill(weights == 0, -100), weight.shape[0], -100)
+    operand, rows = operand_dtype(hidden.device), {"targets": targets, "weights": weights, **token_data}
+    check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap, operand_dtype=operand)
+    check_targets(targets.masked_fill(weights == 0, 0), weight.shape[0], None)
     scope = scope_of(token_loss)
     check_loss(scope, cu_seqlens, grad_weight_out, sparse_tolerance, hidden, weight)
-    dtype = compute_dtype(hidden)
+    dtype = compute_dtype(hidden) if operand is None else torch.float32
     seq_ids = None
     if cu_seqlens is not None:
         position = torch.arange(hidden.shape[0], device=hidden.device)
@@ -286,6 +286,7 @@ def linear_grpo_loss(
         max_extra_bytes,
         backend,
         sparse_tolerance,
+        operand,
         {},
     )
     loss, logprobs, entropy, num_live = LinearGrpoLoss.apply(hidden, weight, bias, job, grad_weight_out)

@@ -8,7 +8,7 @@ Twin: `reference.linear_logprobs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from csrc_triton.backends import open_backend
 from csrc_triton.checks import check_head, check_targets
-from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream
+from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream, make_head
 from csrc_triton.kept import check_kept, kept_backward, kept_logprobs, kept_of_rows
-from csrc_triton.launch import choose_backend, row_temperatures, scaled, split, under_autocast
+from csrc_triton.launch import choose_backend, operand_dtype, operands, row_temperatures, scaled, split
 from csrc_triton.rows import compute_dtype
 
 ENTROPY_OVER = ("vocab", "kept")
@@ -60,6 +60,11 @@ def rounded(grad: Tensor | None, like: Tensor | None) -> Tensor:
     return grad if grad.dtype == like.dtype else scaled(grad, grad.new_ones(()), like.dtype)
 
 
+def fake_vector(hidden: Tensor, operand: torch.dtype | None) -> Callable[..., Tensor]:
+    dtype = compute_dtype(hidden) if operand is None else torch.float32
+    return lambda wanted=True: hidden.new_empty(hidden.shape[0] if wanted else 0, dtype=dtype)
+
+
 def fake_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,20 +86,22 @@ def forward_op(
     ignore_index: int,
     max_extra_bytes: int | None,
     backend: str,
+    operand: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """logprobs, lse, entropy, sum_sq, top, log_s, (T,) each; empty where not wanted."""
     check_targets(targets, weight.shape[0], ignore_index)
-    chunks = open_backend(backend, Head(weight, bias, logit_scale, softcap), hidden, max_extra_bytes)
     asked = torch.nonzero(targets != ignore_index)[:, 0]
     found: list[RowStats] = []
-    for rows in split(asked, chunks.num_rows):
-        chunk = Rows(hidden[rows], temperature[rows], targets[rows].long())
-        found.append(chunks.forward(chunk, want_entropy=want_entropy, want_sum_sq=want_sum_sq, want_grad=False))
-    joined = [torch.cat(values) if values and values[0] is not None else None for values in zip(*found, strict=True)]
+    with operands(hidden, weight, operand) as (x, w):
+        chunks = open_backend(backend, make_head(w, bias, logit_scale, softcap), x, max_extra_bytes)
+        for rows in split(asked, chunks.num_rows):
+            chunk = Rows(x[rows], temperature[rows], targets[rows].long())
+            found.append(chunks.forward(chunk, want_entropy=want_entropy, want_sum_sq=want_sum_sq, want_grad=False))
+    joined = [torch.cat(values) if values[0] is not None else None for values in zip(*found, strict=True)]
     if not found:
-        empty = hidden.new_empty(0, dtype=compute_dtype(hidden))
+        empty = x.new_empty(0, dtype=compute_dtype(x))
         joined = [empty, empty, empty if want_entropy else None, empty if want_sum_sq else None, empty, empty]
-    logprobs, lse, entropy, sum_sq, top, log_s = (spread(asked, v, hidden.shape[0], hidden) for v in joined)
+    logprobs, lse, entropy, sum_sq, top, log_s = (spread(asked, v, hidden.shape[0], x) for v in joined)
     return logprobs, lse, entropy, sum_sq, top, log_s
 
 
@@ -102,8 +109,8 @@ def forward_op(
 def _(
     hidden: Tensor, weight: Any, bias: Any, targets: Any, temperature: Any, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, _, want_entropy, want_sum_sq = options[:4]
-    new = lambda wanted=True: hidden.new_empty(hidden.shape[0] if wanted else 0, dtype=compute_dtype(hidden))  # noqa: E731
+    _, _, want_entropy, want_sum_sq, *_, operand = options
+    new = fake_vector(hidden, operand)
     return new(), new(), new(want_entropy), new(want_sum_sq), new(), new()
 
 
@@ -157,18 +164,20 @@ def backward_op(
     ignore_index: int,
     max_extra_bytes: int | None,
     backend: str,
+    operand: torch.dtype | None,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by hidden, weight and bias in their types; empty where not needed."""
-    dtype, head = compute_dtype(hidden), Head(weight, bias, logit_scale, softcap)
-    upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
-    rows = live_rows(upstream, targets, ignore_index)
-    dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
-    for part, found in gradients_of(
-        rows, hidden, head, targets, temperature, stats, upstream, grads, max_extra_bytes, backend
-    ):
-        if dx is not None and found is not None:
-            dx[part] = found
+    with operands(hidden, weight, operand) as (x, w):
+        dtype, head = compute_dtype(x), make_head(w, bias, logit_scale, softcap)
+        upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
+        rows = live_rows(upstream, targets, ignore_index)
+        dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
+        for part, found in gradients_of(
+            rows, x, head, targets, temperature, stats, upstream, grads, max_extra_bytes, backend
+        ):
+            if dx is not None and found is not None:
+                dx[part] = found
     return rounded(dx, hidden), rounded(grads.weight, weight), rounded(grads.bias, bias)
 
 
@@ -189,16 +198,16 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 
 def backward(ctx: Any, a: Tensor | None, _lse: Any, b: Tensor | None, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     hidden, weight, bias, targets, temperature, *stats = ctx.saved_tensors
-    logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend = ctx.options
+    logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend, operand = ctx.options
     needed = list(ctx.needs_input_grad[:3])
     b, g = b if want_entropy else None, g if want_sum_sq else None
     if a is None and b is None and g is None:
-        return (None,) * 12
+        return (None,) * 13
     grads = backward_op(
         a, b, g, hidden, weight, bias, targets, temperature, stats, logit_scale, softcap, ignore_index, max_extra_bytes,
-        backend, needed,
+        backend, operand, needed,
     )  # fmt: skip
-    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *(None,) * 9
+    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *(None,) * 10
 
 
 forward_op.register_autograd(backward, setup_context=save)
@@ -218,22 +227,26 @@ def kept_op(
     want_entropy: bool,
     want_sum_sq: bool,
     ignore_index: int,
+    backend: str,
+    operand: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprobs, lse, entropy, sum_sq over each row's kept set, (T,) each; empty where not wanted."""
     check_targets(targets, weight.shape[0], ignore_index)
     check_kept((indptr, ids), hidden.shape[0], weight.shape[0])
     rows = torch.nonzero(targets != ignore_index)[:, 0]
-    chunk, kept = Rows(hidden[rows], temperature[rows], targets[rows].long()), kept_of_rows((indptr, ids), rows)
-    found = kept_logprobs(Head(weight, bias, logit_scale, softcap), chunk, kept, want_entropy, want_sum_sq)
+    with operands(hidden, weight, operand) as (x, w):
+        chunk, kept = Rows(x[rows], temperature[rows], targets[rows].long()), kept_of_rows((indptr, ids), rows)
+        head = make_head(w, bias, logit_scale, softcap)
+        found = kept_logprobs(head, chunk, kept, want_entropy, want_sum_sq, backend)
     values = (found.logprobs, found.lse, found.entropy, found.sum_sq)
-    logprobs, lse, entropy, sum_sq = (spread(rows, value, hidden.shape[0], hidden) for value in values)
+    logprobs, lse, entropy, sum_sq = (spread(rows, value, hidden.shape[0], x) for value in values)
     return logprobs, lse, entropy, sum_sq
 
 
 @kept_op.register_fake
 def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    want_entropy, want_sum_sq = rest[8:10]
-    new = lambda wanted=True: hidden.new_empty(hidden.shape[0] if wanted else 0, dtype=compute_dtype(hidden))  # noqa: E731
+    want_entropy, want_sum_sq, *_, operand = rest[8:]
+    new = fake_vector(hidden, operand)
     return new(), new(), new(want_entropy), new(want_sum_sq)
 
 
@@ -252,17 +265,20 @@ def kept_backward_op(
     logit_scale: float,
     softcap: float | None,
     ignore_index: int,
+    backend: str,
+    operand: torch.dtype | None,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by hidden, weight and bias in their types; empty where not needed. The sets are gathered once more."""
-    dtype, head = compute_dtype(hidden), Head(weight, bias, logit_scale, softcap)
-    upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
-    rows = live_rows(upstream, targets, ignore_index)
-    dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
-    chunk, kept = Rows(hidden[rows], temperature[rows], targets[rows].long()), kept_of_rows((indptr, ids), rows)
-    stats = kept_logprobs(head, chunk, kept, upstream[1] is not None, upstream[2] is not None)
-    up = Upstream(*(grad[rows] if grad is not None else None for grad in upstream))
-    found = kept_backward(head, chunk, stats, up, grads)
+    with operands(hidden, weight, operand) as (x, w):
+        dtype, head = compute_dtype(x), make_head(w, bias, logit_scale, softcap)
+        upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
+        rows = live_rows(upstream, targets, ignore_index)
+        dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
+        chunk, kept = Rows(x[rows], temperature[rows], targets[rows].long()), kept_of_rows((indptr, ids), rows)
+        stats = kept_logprobs(head, chunk, kept, upstream[1] is not None, upstream[2] is not None, backend)
+        up = Upstream(*(grad[rows] if grad is not None else None for grad in upstream))
+        found = kept_backward(head, chunk, stats, up, grads, backend)
     if dx is not None and found is not None:
         dx[rows] = found
     return rounded(dx, hidden), rounded(grads.weight, weight), rounded(grads.bias, bias)
@@ -276,8 +292,8 @@ def _(
 
 
 def save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index = inputs
-    ctx.options = (logit_scale, softcap, ignore_index)
+    *tensors, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, backend, operand = inputs
+    ctx.options = (logit_scale, softcap, ignore_index, backend, operand)
     ctx.wanted = (want_entropy, want_sum_sq)
     ctx.save_for_backward(*tensors)
     ctx.mark_non_differentiable(output[1])
@@ -288,9 +304,9 @@ def backward_kept(ctx: Any, a: Tensor | None, _lse: Any, b: Tensor | None, g: Te
     b, g = b if ctx.wanted[0] else None, g if ctx.wanted[1] else None
     needed = list(ctx.needs_input_grad[:3])
     if a is None and b is None and g is None:
-        return (None,) * 12
+        return (None,) * 14
     grads = kept_backward_op(a, b, g, *ctx.saved_tensors, *ctx.options, needed)
-    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *(None,) * 9
+    return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *(None,) * 11
 
 
 kept_op.register_autograd(backward_kept, setup_context=save_kept)
@@ -322,27 +338,29 @@ def linear_logprobs(
     bit for bit; on the others products may be tiled by shape. Raises ValueError naming argument, value and what is
     allowed.
     """
-    hidden, weight = under_autocast(hidden, weight)
-    rows = {"targets": targets}
-    check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap)
+    operand, rows = operand_dtype(hidden.device), {"targets": targets}
+    check_head(hidden, weight, rows, bias=bias, temperature=temperature, softcap=softcap, operand_dtype=operand)
     choose_backend(backend, hidden)
     if kept is not None and kept[0].shape != (hidden.shape[0] + 1,):
         raise ValueError(f"kept[0] must be (T+1,) = ({hidden.shape[0] + 1},), got {tuple(kept[0].shape)}")
     if entropy_over not in ENTROPY_OVER:
         raise ValueError(f"entropy_over must be 'vocab' or 'kept', got {entropy_over!r}")
-    tau = row_temperatures(temperature, hidden, compute_dtype(hidden))
+    if kept is not None and not kept[0].device == kept[1].device == hidden.device:
+        raise ValueError(f"kept must be on {hidden.device}, got {kept[0].device} and {kept[1].device}")
+    tau = row_temperatures(temperature, hidden, compute_dtype(hidden) if operand is None else torch.float32)
     start = (hidden, weight, bias, targets, tau)
     if kept is None:
         logprobs, lse, entropy, sum_sq, _, _ = forward_op(
-            *start, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend
+            *start, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend, operand
         )
         return LogProbs(logprobs, entropy if want_entropy else None, lse, sum_sq if want_sum_sq else None)
     over_kept = entropy_over == "kept"
+    wanted = (want_entropy and over_kept, want_sum_sq and over_kept)
     logprobs, lse, entropy, sum_sq = kept_op(
-        *start, *kept, logit_scale, softcap, want_entropy and over_kept, want_sum_sq and over_kept, ignore_index
+        *start, *kept, logit_scale, softcap, *wanted, ignore_index, backend, operand
     )
     if (want_entropy or want_sum_sq) and not over_kept:
         _, _, entropy, sum_sq, _, _ = forward_op(
-            *start, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend
+            *start, logit_scale, softcap, want_entropy, want_sum_sq, ignore_index, max_extra_bytes, backend, operand
         )
     return LogProbs(logprobs, entropy if want_entropy else None, lse, sum_sq if want_sum_sq else None)

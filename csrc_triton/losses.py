@@ -62,15 +62,24 @@ def grpo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    delta: float | None = None,
+    beta: float = 0.0,
 ) -> LossTerms:
-    """Clipped policy loss -min(r A, clip(r) A) (PPO, arXiv 1707.06347; clip-higher as in DAPO, arXiv 2503.14476).
+    """Clipped policy loss -w min(r A, clip(r) A) (PPO, arXiv 1707.06347; clip-higher as in DAPO, arXiv 2503.14476).
 
-    Reads `advantages`, and `old_logprobs` (left out: on-policy, the ratio is exactly 1). The log-ratio is clamped to
-    +-20.
+    Reads `advantages`; `old_logprobs` (left out: on-policy, the ratio is exactly 1); `correction`, a weight w without
+    gradient; and with `beta` `ref_logprobs`, for beta times the k3 estimate of KL(policy || reference). `delta` caps
+    the ratio in the unclipped branch. Log-ratios are clamped to +-20.
     """
     old = chunk.get("old_logprobs", logprobs.detach())
     ratio, advantages = (logprobs - old).clamp(-20, 20).exp(), chunk["advantages"]
-    loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    first = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.min(first * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if "correction" in chunk:
+        loss = loss * chunk["correction"]
+    if beta:
+        gap = (chunk["ref_logprobs"] - logprobs).clamp(-20, 20)
+        loss = loss + beta * (gap.exp() - gap - 1)
     with torch.no_grad():
         clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
     return LossTerms(loss, {"clipped": clipped.float(), "ratio_max": ratio.detach()})

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream
+from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream, target_gradient
 from csrc_triton.launch import extra_bytes
 from csrc_triton.products import ieee_fp32
 
@@ -30,17 +30,17 @@ SWITCHING = threading.Lock()
 def exact_products(hidden: Tensor) -> Iterator[None]:
     """fp32 products of operands that hold values of `hidden`'s type: none is rounded, the result is fp32.
 
-    bf16 values may run on a CPU's bf16 units, for which fp32 tensors are allowed to be narrowed; fp32 values may not.
-    The switches are process-wide, so they are set around a product alone and put back, by one thread at a time.
+    bf16 values may run on a CPU's bf16 units, for which fp32 tensors are allowed to be narrowed; others may not. The
+    switches are process-wide, so they are set around a product alone and put back, by one thread at a time.
     """
-    if hidden.device.type == "cuda" or hidden.dtype != torch.bfloat16:
-        with ieee_fp32(hidden.device.type == "cuda"):
+    if hidden.device.type == "cuda":
+        with ieee_fp32(True):
             yield
         return
     switch = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # set at run time
     with SWITCHING:
         before = switch.fp32_precision
-        switch.fp32_precision = "bf16"
+        switch.fp32_precision = "bf16" if hidden.dtype == torch.bfloat16 else "ieee"
         try:
             yield
         finally:
@@ -108,6 +108,8 @@ class TorchBackend:
 
     def forward(self, rows: Rows, *, want_entropy: bool, want_sum_sq: bool, want_grad: bool) -> RowStats:
         """The logits' buffer holds p afterwards."""
+        num_classes = self.head.weight.shape[0]
+        known = rows.targets.clamp(0, num_classes - 1)  # on a CPU all are; elsewhere finding out would cost a sync
         z = self.logits(rows.hidden)
         new = lambda wanted=True: z.new_empty(z.shape[0]) if wanted else None  # noqa: E731
         top, log_s, logprobs = z.new_empty(z.shape[0]), z.new_empty(z.shape[0]), z.new_empty(z.shape[0])
@@ -120,7 +122,7 @@ class TorchBackend:
             if not plain:
                 self.finish_logits(block, scale[at], temperature[at])
             torch.amax(block, -1, out=top[at])
-            own = block.gather(1, rows.targets[at, None])[:, 0] - top[at]
+            own = block.gather(1, known[at, None])[:, 0] - top[at]
             if entropy is None:
                 p = torch.softmax(block, -1, out=block)
             else:
@@ -135,7 +137,8 @@ class TorchBackend:
                 block.copy_(p)
             if sum_sq is not None:
                 torch.linalg.vecdot(p, p, out=sum_sq[at])
-        self.rows, self.probs = rows, z
+        logprobs.masked_fill_(rows.targets != known, float("nan"))
+        self.rows, self.probs = rows._replace(targets=known), z
         self.stats = RowStats(logprobs, top + log_s, entropy, sum_sq, top, log_s)
         return self.stats
 
@@ -146,11 +149,11 @@ class TorchBackend:
         num_rows, scratch = rows.targets.shape[0], self.buffer("scratch", self.block_rows, self.dtype)
         # narrower values take the first half of each row that they come from; kept rows move up over those left out
         dlin = self.probs.view(self.head.weight.dtype)[:num_rows, : scratch.shape[1]]
-        target = stats.logprobs.new_empty(num_rows)
+        target = target_gradient(self.head, stats, up, rows.temperature.to(self.dtype))
         for at in row_blocks(num_rows, self.block_rows):
             index = torch.arange(at.start, at.stop, device=target.device) if keep is None else keep[at]
             p = torch.index_select(self.probs, 0, index, out=scratch[: index.shape[0]])
-            target[at] = row_gradient(p, self.head, rows, stats, up, at)
+            row_gradient(p, self.head, rows, stats, up, at)
             dlin[at] = p.scatter_(1, rows.targets[at, None], 0.0)
         if grads.weight is not None:
             self.add_weight_gradient(grads.weight, dlin, rows.hidden)
@@ -159,23 +162,21 @@ class TorchBackend:
             grads.bias.add_(dlin.sum(0, dtype=self.dtype)).index_add_(0, rows.targets, target)
         if not grads.want_hidden:
             return None
-        dx = (dlin @ self.head.weight).to(self.dtype)
+        with exact_products(rows.hidden):
+            dx = (dlin @ self.head.weight).to(self.dtype)
         return dx.addcmul_(target[:, None], self.head.weight[rows.targets].to(self.dtype))
 
     def add_weight_gradient(self, out: Tensor, dlin: Tensor, hidden: Tensor) -> None:
-        for slab in self.slabs():
-            if dlin.dtype == self.dtype:
-                out[slab].addmm_(dlin[:, slab].T, hidden)
-            else:
-                out[slab] += dlin[:, slab].T @ hidden
+        with exact_products(hidden):
+            for slab in self.slabs():
+                if dlin.dtype == self.dtype:
+                    out[slab].addmm_(dlin[:, slab].T, hidden)
+                else:
+                    out[slab] += dlin[:, slab].T @ hidden
 
 
-def row_gradient(p: Tensor, head: Head, rows: Rows, stats: RowStats, up: Upstream, at: slice) -> Tensor:
-    """d(loss)/d(x W' + bias) of a few rows, in place of their p, and beside it the target's own entry in full.
-
-    a (1 - p_y) is made in one piece, -a expm1(log p_y), where 1 - p_y would cancel.
-    """
-    y = rows.targets[at, None]
+def row_gradient(p: Tensor, head: Head, rows: Rows, stats: RowStats, up: Upstream, at: slice) -> None:
+    """d(loss)/d(x W' + bias) of a few rows in place of their p, but for the target's entry, which nobody reads."""
     temperature = rows.temperature[at, None].to(p.dtype)
     a, b, g = (None if value is None else value[at, None] * (head.logit_scale / temperature) for value in up)
     slope = None
@@ -184,7 +185,6 @@ def row_gradient(p: Tensor, head: Head, rows: Rows, stats: RowStats, up: Upstrea
         slope = z.mul_(temperature / head.softcap).clamp_(min=-1).square_().neg_().add_(1)
     if b is None and g is None:
         p *= -a if a is not None else 0.0
-        own = torch.zeros_like(y, dtype=p.dtype) if a is None else -a * torch.expm1(stats.logprobs[at, None])
     else:
         inner = p.new_zeros(p.shape) if a is None else (-a).repeat(1, p.shape[1])
         if b is not None and stats.entropy is not None:
@@ -192,8 +192,5 @@ def row_gradient(p: Tensor, head: Head, rows: Rows, stats: RowStats, up: Upstrea
         if g is not None and stats.sum_sq is not None:
             inner += 2 * g * (p - stats.sum_sq[at, None])
         p *= inner
-        own = p.gather(1, y) + (a if a is not None else 0.0)
     if slope is not None:
         p *= slope
-        own = own * slope.gather(1, y)
-    return own[:, 0]

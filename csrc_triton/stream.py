@@ -9,6 +9,7 @@ f(x[:n]) == f(x)[:n] bit for bit. Formulas: `head.py`. Kernels: `stream_kernels.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import warnings
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream
+from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream, make_head, target_gradient
 from csrc_triton.launch import CONFIGS, FP32_CONFIG, POINTER_CONFIG, Config, arch, extra_bytes, interpreting
 from csrc_triton.products import addmm_fp32_, mm_fp32
 
@@ -84,7 +85,8 @@ def round_up(n: int, multiple: int) -> int:
 def run(kernel: str, grid: int, device: torch.device, **arguments: Any) -> None:
     """Launch a kernel of stream_kernels.py; Triton is imported only here.
 
-    Triton's allocator is a context variable that a worker thread does not inherit: it is set at each launch.
+    Triton's allocator is a context variable that a worker thread does not inherit: it is set at each launch, in a
+    context of its own, so that the caller's stays.
     """
     import triton
 
@@ -93,9 +95,12 @@ def run(kernel: str, grid: int, device: torch.device, **arguments: Any) -> None:
     def allocate(size: int, alignment: int, stream: int | None) -> Any:
         return torch.empty(size, dtype=torch.int8, device=device)
 
-    triton.set_allocator(allocate)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        getattr(stream_kernels, kernel)[(grid,)](enable_fp_fusion=True, **arguments)
+    def launch() -> None:
+        triton.set_allocator(allocate)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            getattr(stream_kernels, kernel)[(grid,)](enable_fp_fusion=True, **arguments)
+
+    contextvars.copy_context().run(launch)
 
 
 def tiles(config: Config) -> dict[str, Any]:
@@ -128,13 +133,6 @@ def takes_descriptors(*matrices: Tensor) -> bool:
 def aligned(matrix: Tensor) -> Tensor:
     """The matrix as TMA takes it, where its width lets it."""
     return matrix if takes_descriptors(matrix) else matrix.clone(memory_format=torch.contiguous_format)
-
-
-def prepared(head: Head) -> Head:
-    """Contiguous rows of the weight, any row stride; numbers as floats, for Triton compiles anew for each integer."""
-    weight = head.weight if head.weight.stride(1) == 1 else head.weight.contiguous()
-    softcap = float(head.softcap) if head.softcap is not None else None
-    return Head(weight, head.bias, float(head.logit_scale), softcap)
 
 
 def row_vectors(rows: Rows) -> dict[str, Tensor]:
@@ -206,22 +204,6 @@ def stream_stats(
     return RowStats(logprobs, lse, entropy, sum_sq, top, log_s), part_top
 
 
-def target_gradient(head: Head, stats: RowStats, up: Upstream, temperature: Tensor) -> Tensor:
-    """(k,) d(loss)/d(x W') at each row's target. 1 - p comes from the fp32 log-probability: E has lost its digits."""
-    p = stats.logprobs.exp()
-    dz = torch.zeros_like(p)
-    if up.logprobs is not None:
-        dz -= up.logprobs * torch.expm1(stats.logprobs)
-    if up.entropy is not None and stats.entropy is not None:
-        dz -= up.entropy * p * (stats.logprobs + stats.entropy)
-    if up.sum_sq is not None and stats.sum_sq is not None:
-        dz += 2 * up.sum_sq * p * (p - stats.sum_sq)
-    dlin = dz * (head.logit_scale / temperature)
-    if head.softcap is not None:
-        dlin *= 1 - ((stats.logprobs + stats.lse) * (temperature / head.softcap)).square()
-    return dlin
-
-
 def coefficients(head: Head, rows: Rows, stats: RowStats, up: Upstream) -> dict[str, Any]:
     """Arguments that both dz kernels share, (k,) each."""
     vector = lambda x: x.float().contiguous() if x is not None else None  # noqa: E731
@@ -262,7 +244,7 @@ def slab_backward(
 
     `slab` ids at a time, a multiple of 128: (k, slab) is all that is held. Their logits are worked out again.
     """
-    head = prepared(head)
+    head = make_head(*head)
     hidden, weight = aligned(rows.hidden), head.weight
     (num_rows, width), num_cols = hidden.shape, weight.shape[0]
     dx = hidden.new_empty(num_rows, width, dtype=torch.float32) if grads.want_hidden else None
@@ -310,7 +292,7 @@ class StreamBackend:
     def __init__(
         self, head: Head, hidden: Tensor, max_extra_bytes: int | None = None, configs: Configs | None = None
     ) -> None:
-        self.head = prepared(head)
+        self.head = make_head(*head)
         self.configs = configs or choose_configs(self.head, hidden.device)
         self.num_rows = chunk_rows(head, hidden, max_extra_bytes, self.configs.stats.block_n)
         self._exp: Tensor | None = None  # one buffer for all chunks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from csrc_triton import LossTerms, grpo, grpo_loss, linear_grpo_loss, linear_logprobs, reference
 from csrc_triton.linear_loss import whole_sequences
 from csrc_triton.rows import fitting_rows
-from tests.csrc_triton.inputs import inputs, peaked, relative
+from tests.csrc_triton.inputs import draws, inputs, peaked, relative
 
 
 def with_entropy_bonus(logprobs, entropy, chunk):
@@ -303,6 +303,50 @@ def test_nothing_to_train():
     assert not bool(x.grad.any()) and not bool(w.grad.any())
 
 
+def test_what_backward_used_is_gone_after_it():
+    hidden, weight, targets, draw = inputs()
+    ones = torch.ones(37).double()
+    loss = linear_grpo_loss(hidden.requires_grad_(), weight, targets, {"advantages": draw(37)}, grpo, ones).loss
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_autocast_leaves_the_entropy_alone():
+    hidden, weight, targets, draw = inputs(dtype=torch.bfloat16)
+    data, ones = {"advantages": draw(37).float()}, torch.ones(37)
+    call = lambda: linear_grpo_loss(hidden, weight, targets, data, grpo, ones, want_entropy=True)  # noqa: E731
+    plain = call()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = call()
+    assert torch.equal(plain.entropy, cast.entropy) and torch.equal(plain.loss, cast.loss)
+
+
+@pytest.mark.parametrize("knobs", [{"delta": 1.4}, {"beta": 0.3}, {"delta": 1.3, "beta": 0.1, "clip_low": 0.1}])
+def test_grpo_is_the_vector_loss(knobs):
+    _, _, _, draw = inputs()
+    vectors = {name: draw(200) for name in ("old_logprobs", "advantages", "ref_logprobs")} | {
+        "correction": draw(200).abs()
+    }
+    found = []
+    for fused in (True, False):
+        lp = draws(5)(200).requires_grad_()
+        if fused:
+            loss = grpo(lp, None, vectors, **knobs).loss.sum() / 200
+        else:
+            rest = {"ref_logprobs": vectors["ref_logprobs"], "correction": vectors["correction"]}
+            old, adv, mask = vectors["old_logprobs"], vectors["advantages"], torch.ones(200, dtype=torch.bool)
+            loss = grpo_loss(lp, old, adv, mask, **rest, num_tokens=200.0, **knobs)[0]
+        loss.backward()
+        found.append((loss.detach().double(), lp.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def scalar_loss(logprobs, entropy, chunk):
+    return LossTerms(-logprobs.sum())
+
+
 def unknown_scope(logprobs, entropy, chunk):
     return LossTerms(-logprobs)
 
@@ -315,6 +359,15 @@ BAD = [
     ({"grad_weight_out": torch.zeros(9, 3).bfloat16()}, "grad_weight_out must be fp32 (9, 3)"),
     ({"token_data": {"advantages": torch.zeros(3)}}, "advantages must have 4 rows"),
     ({"weights": torch.zeros(5)}, "weights must have 4 rows"),
+    ({"weights": torch.ones(4, 1)}, "weights must be (T,) = (4,), got (4, 1)"),
+    (
+        {"token_data": {"advantages": torch.zeros(4, 1)}},
+        "token_loss must return a loss of (4,), one number a row, got (4, 4)",
+    ),
+    ({"token_loss": scalar_loss}, "token_loss must return a loss of (4,), one number a row, got ()"),
+    ({"targets": torch.full((4,), -100)}, "targets must be in [0, 9), got -100"),
+    ({"token_loss": of_sequences, "cu_seqlens": torch.zeros(0).long()}, "cu_seqlens must be (N+1,), got (0,)"),
+    ({"sparse_tolerance": 0.0}, "sparse_tolerance must be > 0 and finite, got 0.0"),
 ]
 
 

@@ -267,15 +267,60 @@ def test_a_hidden_state_that_is_not_a_leaf():
     torch.testing.assert_close(*grads)
 
 
-def test_autocast_takes_fp32_parameters():
-    """Liger-Kernel#1283: fp32 parameters, bf16 activations."""
-    hidden, weight, targets, _ = inputs(dtype=torch.float32)
-    w = weight.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = linear_logprobs(hidden.bfloat16(), w, targets).logprobs
-    out.sum().backward()
-    rounded = linear_logprobs(hidden.bfloat16(), weight.bfloat16(), targets).logprobs
-    assert torch.equal(out.detach(), rounded) and w.grad.dtype == torch.float32
+def test_autocast_narrows_the_operands_and_nothing_else():
+    """Liger-Kernel#1283: fp32 parameters, bf16 activations. Statistics stay fp32, and so does the weight gradient."""
+    hidden, weight, targets, draw = inputs(t=64, v=3000, dtype=torch.float32)
+    upstream = draw(3, 64).float()
+    results = []
+    for autocast in (True, False):
+        x, w = hidden.bfloat16().float().requires_grad_(), weight.bfloat16().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = linear_logprobs(x, w, targets, want_entropy=True, want_sum_sq=True)
+            loss = (torch.stack([out.logprobs, out.entropy, out.sum_sq]) * upstream).sum()
+        loss.backward()
+        results.append(([value.detach() for value in out], x.grad, w.grad))
+    for narrow, wide in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(narrow, wide, atol=2e-5, rtol=0)
+    for narrow, wide in zip(results[0][1:], results[1][1:], strict=True):
+        assert narrow.dtype == torch.float32 and relative(narrow, wide) < 3e-3
+    assert not torch.equal(results[0][2], results[0][2].bfloat16().float())
+
+
+def test_fp32_inputs_stay_fp32_whatever_the_process_allows():
+    hidden, weight, targets, _ = inputs(t=64, h=64, v=3000, dtype=torch.float32)
+    truth = reference.linear_logprobs(hidden.double(), weight.double(), targets).logprobs
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        ours = linear_logprobs(hidden, weight, targets).logprobs
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert float((ours - truth).abs().max()) < 1e-5
+
+
+def test_a_capped_target_far_below_the_rest_keeps_its_gradient():
+    """Its probability underflows, its slope does not."""
+    hidden, targets = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([1, 0])
+    weight = torch.tensor([[70.0, 1.0], [-70.0, 2.0], [0.0, 3.0]])
+    grads = []
+    for op, dtype in ((linear_logprobs, torch.float32), (reference.linear_logprobs, torch.float64)):
+        x, w = (leaf.detach().clone().to(dtype).requires_grad_() for leaf in (hidden, weight))
+        op(x, w, targets, softcap=100.0).logprobs.sum().backward()
+        grads.append((x.grad.double(), w.grad.double()))
+    for ours, truth in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, truth, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gap", [8.0, 11.0, 14.0])
+def test_an_entropy_gradient_costs_a_sure_target_no_digits(gap):
+    """1 - p of the target comes in one piece, whatever else has a gradient."""
+    hidden, weight, grads = torch.tensor([[1.0]]), torch.tensor([[gap], [0.0], [-1.0]]), []
+    for share in (None, 0.0):
+        x = hidden.clone().requires_grad_()
+        out = linear_logprobs(x, weight, torch.tensor([0]), want_entropy=True)
+        (out.logprobs if share is None else out.logprobs + share * out.entropy).sum().backward()
+        grads.append(float(x.grad))
+    assert abs(grads[0] / grads[1] - 1) < 1e-5
 
 
 def test_threads_and_the_switch_of_products():
@@ -355,7 +400,8 @@ BAD = [
     ({"softcap": -1.0}, "softcap must be > 0 and finite, got -1.0"),
     ({"weight": torch.zeros(9, 3).double()}, "one float type"),
     ({"hidden": torch.zeros(4, 3).int(), "weight": torch.zeros(9, 3).int()}, "one float type"),
-    ({"bias": torch.zeros(3)}, "bias must be (V,) = (9,), got (3,)"),
+    ({"bias": torch.zeros(3)}, "bias must be (V,) = (9,) on cpu, got (3,) on cpu"),
+    ({"temperature": torch.ones(4, 1)}, "temperature must be (T,) = (4,), got (4, 1)"),
     ({"backend": "cudnn"}, "backend must be one of auto, cublas, triton, torch; got 'cudnn'"),
     ({"backend": "cublas"}, "needs CUDA tensors, got cpu"),
     ({"entropy_over": "all"}, "entropy_over must be 'vocab' or 'kept', got 'all'"),

@@ -13,7 +13,7 @@ from tests.interpreter.poison import poisoned  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def on_kernels(poisoned, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("csrc_triton.kept.use_kernels", lambda hidden: True)
+    monkeypatch.setattr("csrc_triton.kept.use_kernels", lambda hidden, backend: True)
 
 
 def single(case):

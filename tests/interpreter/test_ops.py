@@ -68,3 +68,25 @@ def test_the_fused_loss(backend, loss):
     torch.testing.assert_close(results[0][0].double(), results[1][0], atol=1e-4, rtol=1e-5)
     for ours, truth in zip(results[0][1:], results[1][1:], strict=True):
         assert relative(ours, truth) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_and_a_weight_of_any_stride(backend):
+    hidden, weight, targets, draw = problem()
+    bias = draw(130, 3).float()[:, 1]
+    call = functools.partial(linear_logprobs, want_entropy=True, backend=backend)
+    straight = call(hidden, weight, targets, bias=bias.contiguous())
+    for other in (call(hidden, weight, targets, bias=bias), call(hidden, weight.T.contiguous().T, targets, bias=bias)):
+        assert torch.equal(straight.logprobs, other.logprobs) and torch.equal(straight.entropy, other.entropy)
+    flat = call(hidden, weight, targets, bias=torch.tensor(0.5).expand(130))
+    torch.testing.assert_close(flat.logprobs, call(hidden, weight, targets).logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_kept_sets_with_a_bias_and_a_weight_of_any_stride(monkeypatch):
+    monkeypatch.setattr("csrc_triton.kept.use_kernels", lambda hidden, backend: True)
+    hidden, weight, targets, draw = problem()
+    bias, kept = draw(130, 3).float()[:, 1], (torch.arange(20) * 4, torch.arange(76) % 130)
+    call = functools.partial(linear_logprobs, kept=kept, entropy_over="kept", want_entropy=True)
+    found = call(hidden, weight.T.contiguous().T, targets, bias=bias)
+    straight = call(hidden, weight, targets, bias=bias.contiguous())
+    assert torch.equal(found.logprobs, straight.logprobs) and torch.equal(found.entropy, straight.entropy)
