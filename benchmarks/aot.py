@@ -105,6 +105,10 @@ def in_fp32(signature: dict[str, str]) -> dict[str, str]:
     return {name: kind.replace("bf16", "fp32") for name, kind in signature.items()}
 
 
+def in_fp16(signature: dict[str, str]) -> dict[str, str]:
+    return {name: kind.replace("bf16", "fp16") for name, kind in signature.items()}
+
+
 def stream_cases() -> Iterator[Case]:
     stats, slab_dz = stream_kernels.stats_kernel, stream_kernels.slab_dz_kernel
     variants = (
@@ -122,6 +126,14 @@ def stream_cases() -> Iterator[Case]:
         terms = {name: kind for name, kind in terms.items() if name != "bias_ptr"}
         yield Case("dz", variant, stream_kernels.dz_kernel, DZ | terms, {"TILE_N": 128}, quick=quick)
     store, slab = STATS | STORE | PART_T, SLAB | ENTROPY
+    yield Case("stats_store", "fp16", stats, in_fp16(store), loads_matrix=True, stores_matrix=True)
+    yield Case("slab_dz", "fp16", slab_dz, in_fp16(slab), loads_matrix=True, stores_matrix=True)
+    shaped = store | SHAPED | PART_Q
+    yield Case("stats_store", "fp32 all", stats, in_fp32(shaped), config=FP32_CONFIG)
+    yield Case("stats_store", "pointers all", stats, shaped, {"USE_DESC": False}, config=POINTER_CONFIG)
+    plain = STATS | PART_T
+    yield Case("stats", "fp32", stats, in_fp32(plain), config=FP32_CONFIG)
+    yield Case("stats", "pointers", stats, plain, {"USE_DESC": False}, config=POINTER_CONFIG)
     yield Case("stats_store", "fp32", stats, in_fp32(store), config=FP32_CONFIG)
     yield Case("stats_store", "pointers", stats, store, {"USE_DESC": False}, config=POINTER_CONFIG)
     yield Case("slab_dz", "fp32", slab_dz, in_fp32(slab), config=FP32_CONFIG)

@@ -12,6 +12,7 @@ clamp. Twin: `reference.grpo_loss`.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,8 @@ def grpo_loss(
         raise ValueError(f"kl must be one of {', '.join(KL_KINDS)}; got {kl!r}")
     if beta and ref_logprobs is None:
         raise ValueError(f"beta = {beta} needs ref_logprobs")
+    if not isinstance(num_tokens, Tensor) and not 0 <= num_tokens < math.inf:
+        raise ValueError(f"num_tokens must be >= 0 and finite, got {num_tokens}")
     total, _, counters = torch.ops.e3fast.grpo_loss(
         logprobs, old_logprobs, advantages, loss_mask, ref_logprobs, correction, clip_low, clip_high, delta, beta, kl
     )

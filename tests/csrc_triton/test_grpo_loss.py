@@ -182,12 +182,13 @@ BAD = [
     ({"correction": torch.zeros(4, 1)}, "correction must be (4,) like logprobs, got (4, 1)"),
     ({"kl": "k4"}, "kl must be one of k1, k2, k3; got 'k4'"),
     ({"beta": 0.1}, "beta = 0.1 needs ref_logprobs"),
+    ({"num_tokens": -5.0}, "num_tokens must be >= 0 and finite, got -5.0"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)
 def test_bad_arguments_are_named(change, message):
-    call = {name: torch.zeros(4) for name in ("logprobs", "old_logprobs", "advantages", "loss_mask")} | change
+    zeros = {name: torch.zeros(4) for name in ("logprobs", "old_logprobs", "advantages", "loss_mask")}
     with pytest.raises(ValueError) as error:
-        grpo_loss(**call, num_tokens=1.0)
+        grpo_loss(**({"num_tokens": 1.0} | zeros | change))
     assert message in str(error.value)
