@@ -3,21 +3,20 @@
     make device                 # on the machine with the GPU; python3 there has torch, triton, pytest, hypothesis, rich
     make device DRY=1           # here: the whole script on tiny shapes through Triton's interpreter
 
-A step that runs into the end of the time is left out, and the summary says so. Times are of CUDA events, after three
-warm-ups, each repeat on its own; the three products of the algorithm run between the contestants of a round, and
-ratios are made inside the round. TFLOP/s count the algorithm's products (6THV, or 2THV of a forward), never work done
-twice. The largest operand, W, is beyond the L2 cache in every case but the smallest.
+A step that runs into the end of the time is left out, one that hangs is killed (benchmarks/lease.py), and the summary
+says so. Times are of CUDA events, after warm-ups, each repeat on its own; what a contestant is compared with runs
+between its repeats, and ratios are made inside a round. TFLOP/s count the algorithm's products (6THV, or 2THV of a
+forward), never work done twice. The largest operand, W, is beyond the L2 cache in every case but the smallest.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,104 +24,17 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.registry import PROVIDERS, Case, Problem, e3fast, e3fast_logprobs, make_problem
-from benchmarks.results import Row, save
+from benchmarks.lease import ROOT, Lease, Step, rate, ratios, run_steps, supervise
+from benchmarks.registry import PROVIDERS, Problem, e3fast, e3fast_logprobs, make_problem
+from benchmarks.results import Row
 from csrc_triton.cublas import CublasBackend, launch_row_dz, launch_row_stats
 from csrc_triton.head import Head, HeadGrads, Rows, Upstream
 from csrc_triton.launch import Config
 from csrc_triton.products import addmm_fp32_, mm_fp32
 from csrc_triton.stream import StreamBackend, choose_configs
 
-ROOT = Path(__file__).parents[1]
-
-
-class OutOfTime(Exception):
-    pass
-
-
-@dataclass
-class Lease:
-    """One run of the script: where it writes, how long it may take, and how it times."""
-
-    out: Path
-    dry: bool
-    seconds: float
-    start: float = field(default_factory=time.monotonic)
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def device(self) -> str:
-        return "cpu" if self.dry else "cuda"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.dry else torch.bfloat16  # the interpreter multiplies the bits of bf16
-
-    def emit(self, *rows: Row) -> None:
-        self.rows += rows
-        save("kernels", rows, self.out)
-
-    def note(self, text: str) -> None:
-        print(text, flush=True)
-        self.notes.append(text)
-        with (self.out / "notes.txt").open("a") as file:
-            file.write(text + "\n")
-
-    def need(self, seconds: float) -> None:
-        if time.monotonic() - self.start + seconds > self.seconds:
-            raise OutOfTime
-
-    def case(self, tokens: int, width: int, dropped: int = 0, vocab: int = 151936) -> Case:
-        if self.dry:
-            tokens, width, vocab = max(32, tokens // 1024), width // 64, 300
-        return Case(tokens, width, vocab, tokens // 16, dropped, self.device, self.dtype)
-
-    def times(self, work: Callable[[], Any], repeats: int = 10) -> list[float]:
-        """Milliseconds of each repeat."""
-        repeats, warm = (1, 0) if self.dry else (repeats, 3)
-        return [self.once(work) for _ in range(warm + repeats)][warm:]
-
-    def once(self, work: Callable[[], Any]) -> float:
-        if self.dry:
-            began = time.perf_counter()
-            work()
-            return 1e3 * (time.perf_counter() - began)
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        work()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last)
-
-    def rounds(self, work: dict[str, Callable[[], Any]], repeats: int = 5) -> dict[str, list[float]]:
-        """Each contestant once a round, so that all see the same clocks; the first rounds are warm-ups."""
-        repeats, warm = (1, 0) if self.dry else (repeats, 2)
-        found: dict[str, list[float]] = {name: [] for name in work}
-        for _ in range(warm + repeats):
-            for name, run in work.items():
-                found[name].append(self.once(run))
-        return {name: values[warm:] for name, values in found.items()}
-
-    def extra_gib(self, work: Callable[[], Any]) -> float:
-        if self.dry:
-            work()
-            return 0.0
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
-def rate(work: float, ms: list[float], scale: float = 1e9) -> list[float]:
-    """TFLOP/s of FLOP, or with 1e6 GB/s of bytes."""
-    return [work / x / scale for x in ms]
-
-
-def ratios(left: list[float], right: list[float], factor: float = 1.0) -> list[float]:
-    return [factor * x / y for x, y in zip(left, right, strict=True)]
+BUDGET = 24 << 30  # bytes for a backend: its chunk is then all 8192 rows
+TESTS_SECONDS = 170
 
 
 def machine(lease: Lease) -> None:
@@ -137,23 +49,38 @@ def machine(lease: Lease) -> None:
     target = torch.empty_like(source)
     copied = lease.times(lambda: target.copy_(source))
     lease.emit(Row("machine", "copy", "bandwidth", rate(8 * source.numel(), copied, 1e6), "GB/s"))
-    hot = lease.times(lambda: a @ b)
-    lease.emit(Row("machine", "cublas 8192^3", "hot", rate(2 * side**3, hot), "TFLOP/s"))
-    held = lease.times(lambda: [a @ b for _ in range(1 if lease.dry else 1500)], repeats=1)
-    lease.emit(
-        Row("machine", "cublas 8192^3", "sustained", rate(2 * side**3 * (1 if lease.dry else 1500), held), "TFLOP/s")
-    )
+    c, count = torch.empty_like(a), 1 if lease.dry else 1500
+
+    def product() -> Tensor:
+        return torch.mm(a, b, out=c)
+
+    def many() -> None:
+        for _ in range(count):
+            product()
+
+    lease.emit(Row("machine", "cublas 8192^3", "hot", rate(2 * side**3, lease.times(product)), "TFLOP/s"))
+    held = [lease.once(many)]  # of hundreds of products, with no warm-up but those before
+    lease.emit(Row("machine", "cublas 8192^3", "sustained", rate(2 * side**3 * count, held), "TFLOP/s"))
 
 
 def correctness(lease: Lease) -> None:
-    """Also compiles what the later steps run."""
+    """Also compiles what the later steps run. Where it is red or takes too long nothing is timed."""
     tests = "tests/interpreter/test_ops.py" if lease.dry else "tests/gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
-    lease.note(done.stdout[-3000:])
-    lease.emit(Row("machine", "tests", "failed", [float(done.returncode)], "exit code"))
-    if done.returncode:
-        raise SystemExit("a kernel is wrong here: nothing is timed")
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
+    log = lease.out / "tests.txt"
+    code: int | str = "over its time"
+    try:
+        with log.open("w") as file:
+            done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=TESTS_SECONDS)
+        code = done.returncode
+        lease.emit(Row("machine", "tests", "failed", [float(code)], "exit code"))
+    except subprocess.TimeoutExpired:
+        pass
+    lease.note(log.read_text()[-3000:])
+    if code != 0:
+        raise RuntimeError(f"pytest {tests}: {code}")
 
 
 def micro(lease: Lease) -> None:
@@ -203,35 +130,31 @@ def forward(lease: Lease) -> None:
         p = make_problem(case)
         head, rows = Head(p.weight, None, 1.0, None), whole(p)
         table = choose_configs(head, p.hidden.device)
-        backends: dict[str, Any] = {"cublas": CublasBackend(head, p.hidden, None)}
+        backends: dict[str, Any] = {"cublas": CublasBackend(head, p.hidden, BUDGET)}
         for title, config in {"triton, table": table.stats, **variants}.items():
             small = Config(16, 16, 16, 4, 1) if lease.dry else config
-            backends[title] = StreamBackend(head, p.hidden, None, table._replace(stats=small))
-        work: dict[str, Callable[[], Any]] = {"bare product": lambda p=p: p.hidden @ p.weight.T}
+            backends[title] = StreamBackend(head, p.hidden, BUDGET, table._replace(stats=small))
+        flop = 2 * case.tokens * case.width * case.vocab
+        product = lambda p=p: p.hidden @ p.weight.T  # noqa: E731
+        lease.emit(Row(case.name, "bare product", "forward", rate(flop, lease.times(product)), "TFLOP/s"))
         for title, backend in backends.items():
             run = lambda backend=backend, rows=rows: statistics_alone(backend, rows)  # noqa: E731
-            if survives(lease, f"forward {title}", run):
-                work[title] = run
-        found = lease.rounds(work)
-        for title, ms in found.items():
-            lease.emit(Row(case.name, title, "forward", rate(2 * case.tokens * case.width * case.vocab, ms), "TFLOP/s"))
-            lease.emit(Row(case.name, title, "forward_over_product", ratios(ms, found["bare product"]), "x"))
+            if not lease.survives(f"forward {title}, {case.name}", run):
+                continue
+            found = lease.rounds({"bare product": product, title: run})
+            over = ratios(found[title], found["bare product"])
+            lease.emit(Row(case.name, title, "forward", rate(flop, found[title]), "TFLOP/s"))
+            lease.emit(Row(case.name, title, "forward_over_product", over, "x"))
 
 
 def statistics_alone(backend: Any, rows: Rows) -> None:
+    whole_chunk(backend, rows)
     backend.forward(rows, want_entropy=True, want_sum_sq=False, want_grad=False)
 
 
-def survives(lease: Lease, title: str, run: Callable[[], Any]) -> bool:
-    """A peer or a configuration that does not run is a line in the notes, not the end."""
-    try:
-        run()
-        if not lease.dry:
-            torch.cuda.synchronize()
-    except Exception as error:
-        lease.note(f"{title} does not run: {type(error).__name__}: {str(error)[:300]}")
-        return False
-    return True
+def whole_chunk(backend: Any, rows: Rows) -> None:
+    if rows.targets.shape[0] > backend.num_rows:
+        raise ValueError(f"{rows.targets.shape[0]} rows for a chunk of {backend.num_rows}")
 
 
 def call(run: Callable[[Problem], Tensor], p: Problem) -> None:
@@ -263,39 +186,44 @@ def fused(lease: Lease) -> None:
             case = lease.case(tokens, width, dropped)
             p = make_problem(case)
             label = f"{case.name}{f'-{dropped}pct-dropped' if dropped else ''}"
-            work: dict[str, Callable[[], Any]] = {"three products": three_products(p)}
-            for backend in ("cublas", "triton"):
-                run = lambda p=p, backend=backend: call(lambda q: e3fast(q, backend=backend), p)  # noqa: E731
-                if survives(lease, f"fused loss on {backend}, {label}", run):
-                    work[f"e3fast {backend}"] = run
-            found = lease.rounds(work)
+            products = three_products(p)
+            flop = 6 * case.tokens * case.width * case.vocab
             share = 1 - 2 / 3 * dropped / 100  # of 6THV that the algorithm needs
-            for title, ms in found.items():
-                flop = 6 * case.tokens * case.width * case.vocab * (share if title.startswith("e3fast") else 1)
-                lease.emit(Row(label, title, "ms", ms, "ms"), Row(label, title, "rate", rate(flop, ms), "TFLOP/s"))
-                percent = ratios(found["three products"], ms, 100)
-                lease.emit(Row(label, title, "pct_of_three_products", percent, "%"))
+            for backend in ("cublas", "triton"):
+                title = f"e3fast {backend}"
+                run = lambda p=p, backend=backend: call(lambda q: e3fast(q, backend=backend), p)  # noqa: E731
+                if not lease.survives(f"fused loss on {backend}, {label}", run):
+                    continue
+                found = lease.rounds({"three products": products, title: run})
+                ms, bare = found[title], found["three products"]
+                lease.emit(Row(label, f"three products beside {backend}", "rate", rate(flop, bare), "TFLOP/s"))
+                lease.emit(Row(label, title, "ms", ms, "ms"))
+                lease.emit(Row(label, title, "rate", rate(share * flop, ms), "TFLOP/s"))
+                lease.emit(Row(label, title, "pct_of_three_products", ratios(bare, ms, 100), "%"))
 
 
 def peers(lease: Lease) -> None:
+    """Each contestant alone against the fused loss on the streaming backend, where that runs."""
+    ours = [(f"e3fast {b}", lambda q, b=b: e3fast(q, backend=b)) for b in ("triton", "cublas")]
+    ours += [(f"e3fast logprobs {b}", lambda q, b=b: e3fast_logprobs(q, backend=b)) for b in ("triton", "cublas")]
+    theirs = [(x.name, x.run) for x in PROVIDERS if x.available(lease.device) and not x.name.startswith("e3fast")]
     for width in (1024, 4096):
+        lease.need(12)
         case = lease.case(8192, width)
         p = make_problem(case)
-        work: dict[str, Callable[[], Any]] = {}
-        ours = [(f"e3fast {b}", lambda q, b=b: e3fast(q, backend=b)) for b in ("cublas", "triton")]
-        ours += [(f"e3fast logprobs {b}", lambda q, b=b: e3fast_logprobs(q, backend=b)) for b in ("cublas", "triton")]
-        theirs = [(x.name, x.run) for x in PROVIDERS if x.available(lease.device) and not x.name.startswith("e3fast")]
+        reference: dict[str, Callable[[], Any]] = {}
         for title, provider in [*ours, *theirs]:
             lease.need(12)
             run = lambda p=p, provider=provider: call(provider, p)  # noqa: E731
-            if survives(lease, f"{title}, {case.name}", run):
-                work[title] = run
-                lease.emit(Row(case.name, title, "extra_gib", [lease.extra_gib(run)], "GiB"))
-        lease.need(15)
-        found = lease.rounds(work, repeats=3)
-        for title, ms in found.items():
-            lease.emit(Row(case.name, title, "ms", ms, "ms"))
-            lease.emit(Row(case.name, title, "time_over_e3fast_triton", ratios(ms, found["e3fast triton"]), "x"))
+            if not lease.survives(f"{title}, {case.name}", run):
+                continue
+            lease.emit(Row(case.name, title, "extra_gib", [lease.extra_gib(run)], "GiB"))
+            found = lease.rounds({**reference, title: run}, repeats=3)
+            lease.emit(Row(case.name, title, "ms", found[title], "ms"))
+            for ms in (found[name] for name in reference):
+                lease.emit(Row(case.name, title, "time_over_e3fast_triton", ratios(found[title], ms), "x"))
+            if title == "e3fast triton":
+                reference[title] = run
 
 
 def memory(lease: Lease) -> None:
@@ -306,7 +234,7 @@ def memory(lease: Lease) -> None:
     gradients = (p.hidden.numel() + p.weight.numel()) * lease.dtype.itemsize / 2**30
     for backend in ("cublas", "triton"):
         run = lambda backend=backend: call(lambda q: e3fast(q, backend=backend), p)  # noqa: E731
-        if survives(lease, f"T = 65536 on {backend}", run):
+        if lease.survives(f"T = 65536 on {backend}", run):
             lease.emit(Row(case.name, f"e3fast {backend}", "extra_gib", [lease.extra_gib(run) - gradients], "GiB"))
             lease.emit(Row(case.name, f"e3fast {backend}", "ms", lease.times(run, repeats=3), "ms"))
 
@@ -320,7 +248,7 @@ def trace(lease: Lease) -> None:
         p = make_problem(lease.case(8192, width))
         for backend in ("cublas", "triton"):
             run = lambda p=p, backend=backend: call(lambda q: e3fast(q, backend=backend), p)  # noqa: E731
-            if not survives(lease, f"trace of {backend}", run):
+            if not lease.survives(f"trace of {backend}", run):
                 continue
             with torch.profiler.profile(activities=[activity]) as profile:
                 run()
@@ -335,59 +263,47 @@ def frozen_head(lease: Lease) -> None:
     p = make_problem(case)
     head, rows = Head(p.weight, None, 1.0, None), whole(p)
     for backend_type in (CublasBackend, StreamBackend):
-        backend = backend_type(head, p.hidden, None)
+        backend = backend_type(head, p.hidden, BUDGET)
         grads = HeadGrads(None, None, True)
 
         def run(backend: Any = backend, grads: HeadGrads = grads) -> None:
+            whole_chunk(backend, rows)
             backend.forward(rows, want_entropy=False, want_sum_sq=False, want_grad=True)
             backend.backward(None, Upstream(p.advantages, None, None), grads)
 
-        if survives(lease, f"frozen head on {backend_type.__name__}", run):
+        if lease.survives(f"frozen head on {backend_type.__name__}", run):
             ms = lease.times(run)
             flop = 4 * case.tokens * case.width * case.vocab
             lease.emit(Row(case.name, backend_type.__name__, "frozen_head", rate(flop, ms), "TFLOP/s"))
 
 
-STEPS: tuple[Callable[[Lease], None], ...] = (
-    machine, correctness, micro, forward, fused, peers, memory, trace, frozen_head,
-)  # fmt: skip
-
-
-def summary(lease: Lease) -> None:
-    """A page for profiles/."""
-    import statistics
-
-    lines = ["# Kernels on a GPU", "", *(f"    {line}" for note in lease.notes for line in note.splitlines()), ""]
-    lines += ["| case | provider | metric | median | min | max | unit |", "|---|---|---|---|---|---|---|"]
-    for row in lease.rows:
-        figures = (f"{x:.4g}" for x in (statistics.median(row.values), min(row.values), max(row.values)))
-        lines.append(f"| {row.case} | {row.provider} | {row.metric} | {' | '.join(figures)} | {row.unit} |")
-    (lease.out / "summary.md").write_text("\n".join(lines) + "\n")
+STEPS = (
+    Step(machine, 45),
+    Step(correctness, TESTS_SECONDS + 15, must_pass=True),
+    Step(micro, 45),
+    Step(forward, 90),
+    Step(fused, 120),
+    Step(peers, 150),
+    Step(memory, 60),
+    Step(trace, 60),
+    Step(frozen_head, 45),
+)
 
 
 def main() -> None:
+    names = [step.name for step in STEPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder; kernels.csv, notes.txt, summary.md, traces")
     parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU, kernels interpreted")
     parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--from", dest="first", choices=names, default=names[0], help="the step to begin with")
+    parser.add_argument("--child", action="store_true", help="run the steps in this process, as the supervisor asks")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    lease = Lease(args.out, args.dry, 60 * args.minutes)
-    failed = False
-    for step in STEPS:
-        began = time.monotonic()
-        try:
-            step(lease)
-        except OutOfTime:
-            lease.note(f"{step.__name__}: no time left")
-        except Exception:
-            failed = True
-            lease.note(f"{step.__name__} failed:\n{traceback.format_exc()[-1500:]}")
-        lease.note(f"{step.__name__}: {time.monotonic() - began:.0f} s")
-        summary(lease)
-        if not lease.dry:
-            torch.cuda.empty_cache()
-    sys.exit(failed)
+    out, steps = args.out.resolve(), STEPS[names.index(args.first) :]
+    out.mkdir(parents=True, exist_ok=True)
+    if args.child:
+        sys.exit(run_steps(steps, Lease(out, args.dry, 60 * args.minutes)))
+    sys.exit(not supervise(steps, out, args.dry, 60 * args.minutes))
 
 
 if __name__ == "__main__":

@@ -3,37 +3,88 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+SWITCHING = threading.RLock()  # a product may stand inside another's setting
+
 
 @contextlib.contextmanager
 def ieee_fp32(active: bool) -> Iterator[None]:
-    """fp32 operands are multiplied as fp32, never as TF32; the switch is process-wide and put back."""
+    """fp32 operands are multiplied as fp32, never as TF32.
+
+    The switch is process-wide, so it is put back, and one thread at a time holds it. It is the newer one: reading
+    `torch.get_float32_matmul_precision()` raises for a user who has set this one.
+    """
     if not active:
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    switch = torch.backends.cuda.matmul
+    with SWITCHING:
+        before = switch.fp32_precision
+        switch.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            switch.fp32_precision = before
 
 
 def mm_fp32(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """out = left @ right in fp32, whatever the operands' type."""
-    if left.device.type == "cuda" and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32, out=out)  # pyright: ignore[reportCallIssue]
+    if narrow_on_gpu(left) and mm_widens(left.device, left.dtype):
+        return widening_mm(left, right, out)
     with ieee_fp32(left.device.type == "cuda"):
         return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
 def addmm_fp32_(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """out += left @ right in fp32, in place."""
-    if left.device.type == "cuda" and left.dtype != torch.float32:
-        return torch.addmm(out, left, right, out_dtype=torch.float32, out=out)  # pyright: ignore[reportCallIssue]
+    if narrow_on_gpu(left):
+        if addmm_widens(left.device, left.dtype):
+            return widening_addmm_(left, right, out)
+        if mm_widens(left.device, left.dtype):
+            out += torch.mm(left, right, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
+            return out
     with ieee_fp32(left.device.type == "cuda"):
         return out.addmm_(left.to(out.dtype), right.to(out.dtype))
+
+
+def narrow_on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype != torch.float32
+
+
+def widening_mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    return torch.mm(left, right, out_dtype=torch.float32, out=out)  # pyright: ignore[reportCallIssue]
+
+
+def widening_addmm_(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    return torch.addmm(out, left, right, out_dtype=torch.float32, out=out)  # pyright: ignore[reportCallIssue]
+
+
+@functools.cache
+def mm_widens(device: torch.device, dtype: torch.dtype) -> bool:
+    """This PyTorch takes operands of the type to an fp32 product on this device; with a warning where it does not."""
+    found = runs(widening_mm, device, dtype)
+    if not found:
+        warnings.warn(f"no product of {dtype} gives fp32 on {device}: operands are widened, slowly", stacklevel=3)
+    return found
+
+
+@functools.cache
+def addmm_widens(device: torch.device, dtype: torch.dtype) -> bool:
+    """The same, added to an fp32 matrix in place."""
+    return runs(widening_addmm_, device, dtype)
+
+
+def runs(product: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+    operand = torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        product(operand, operand, torch.zeros(16, 16, device=device))
+    except RuntimeError:
+        return False
+    return True

@@ -1,14 +1,16 @@
 """Error-bounded sparse backward of the PyTorch backend: probabilities up to `SMALLEST` leave both products.
 
 After training most rows put their mass on a few ids. Larger entries stay, as a sparse matrix; the target's entry
-travels beside, as always. What a row leaves out has a mass m_t that is known exactly, since a whole row of
-d(loss)/d(logits) sums to zero, and acts on dX as -a_t m_t w, with w the chunk's own mean dropped row of W:
+travels beside, as always. With c_t = a_t scale / tau_t, row t leaves out the ids D_t, of mass m_t. The mass is known,
+since a whole row of d(loss)/d(logits) sums to zero, and acts on dX as -c_t m_t w, with one row w for the whole chunk.
+The error of row t of dX is then |c_t sum_D p_tv (W_v - w)|, and by Jensen, with sums over dropped entries alone,
 
-    q_v = sum_t |a_t| p_tv over dropped entries        w = sum_v q_v W_v / sum_v q_v
+    |error of dX|^2 <= sum_v q_v |W_v - w|^2      q_v = sum_t c_t^2 m_t p_tv      least at w = sum q_v W_v / sum q_v
+    |error of dW|^2 <= sum_v r_v^2                r_v = sum_t |c_t| |x_t| p_tv    nothing stands in for it in dW
 
-Nothing stands in for it in dW. Two bounds on the relative error in Frobenius norm cost next to nothing: of dX,
-sqrt(sum_t (a_t m_t)^2 sum_v q_v |W_v - w|^2 / sum_v q_v) over |dX|; of dW, |q| max_t |x_t| over the norm of the
-targets' part of dW. They were 4 to 9 times the error on real hidden states. A chunk over the tolerance is done densely.
+An error up to e in a result of norm n is at most e / (n - e) of the exact one. A chunk for which either of the two is
+over the tolerance is done densely. So they bound what the dropping does to a chunk's dX and to its dW, in relative
+Frobenius norm; the rounding, which the dense backward has too, comes on top.
 """
 
 from __future__ import annotations
@@ -50,22 +52,24 @@ class SparseBackend(TorchBackend):
         a = up.logprobs * (head.logit_scale / rows.temperature.to(self.dtype))
         target = -a * torch.expm1(self.stats.logprobs if keep is None else self.stats.logprobs[keep])
         entries = self.entries(keep, rows, a)
-        dropped = self.dropped(keep, rows, a, target, entries)
-        mass = dropped.sum().clamp(min=1e-30)
-        mean = (dropped.to(head.weight.dtype) @ head.weight).to(self.dtype) / mass
-        left = -(target.double() + totals(entries)).to(self.dtype)  # (k,) -a m
+        left = -(target.double() + totals(entries)).to(self.dtype)  # (k,) -c m
+        x, largest = rows.hidden.to(self.dtype), a.abs().max()  # in units of it no c^2 underflows
+        q, r = self.dropped(keep, rows, a / largest, entries, torch.stack((left.abs() / largest, x.norm(dim=-1))))
+        mass = q.sum().clamp(min=1e-30)
+        mean = (q.to(head.weight.dtype) @ head.weight).to(self.dtype) / mass
         dx = weighted_rows(head.weight, entries.ids, entries.values, entries.sizes).to(self.dtype)
         dx.addcmul_(target[:, None], head.weight[rows.targets].to(self.dtype)).addr_(left, mean)
-        spread = ((dropped @ self.norms) / mass - mean.square().sum()).clamp(min=0)
-        x = rows.hidden.to(self.dtype)
-        error_dx = left.norm() * spread.sqrt() / dx.norm()
-        error_dw = dropped.norm() * x.norm(dim=-1).max() / (target[:, None] * x).norm()
-        if float(torch.maximum(error_dx, error_dw)) > self.tolerance:
+        spread = (q @ self.norms - mass * mean.square().sum()).clamp(min=0)
+        error = relative_bound(largest * spread.sqrt(), dx)
+        ids, parts = rows.targets[:0], x[:0]
+        if grads.weight is not None:
+            ids, parts = weight_gradient(x, rows, target, entries)
+            error = max(error, relative_bound(largest * r.norm(), parts))
+        if not (error <= self.tolerance):
             self.num_dense += 1
             return super().backward(keep, up, grads)
         if grads.weight is not None:
-            grads.weight.index_add_(0, rows.targets, target[:, None] * x)
-            add_weight_gradient(grads.weight, rows.hidden, entries)
+            grads.weight.index_add_(0, ids, parts)
         return dx if grads.want_hidden else None
 
     def entries(self, keep: Tensor | None, rows: Rows, a: Tensor) -> Entries:
@@ -80,14 +84,14 @@ class SparseBackend(TorchBackend):
         size = torch.cat(sizes)
         return Entries(torch.repeat_interleave(size), torch.cat(ids), torch.cat(values), size)
 
-    def dropped(self, keep: Tensor | None, rows: Rows, a: Tensor, target: Tensor, entries: Entries) -> Tensor:
-        """q, (V,): all of |a| p in the chunk but the kept entries and the targets'."""
-        weights = a.abs()
-        if keep is not None:
-            weights = a.new_zeros(self.probs.shape[0]).index_copy_(0, keep, weights)
-        q = torch.mv(self.probs.T, weights)
-        q.index_add_(0, entries.ids, -entries.values.abs())
-        return q.index_add_(0, rows.targets, target.abs() - a.abs()).clamp_(min=0)
+    def dropped(self, keep: Tensor | None, rows: Rows, c: Tensor, entries: Entries, factors: Tensor) -> Tensor:
+        """sum_t |c_t| factors_t p_tv over what the chunk drops, (2, V): all but the kept entries and the targets'."""
+        index = torch.arange(c.shape[0], device=c.device) if keep is None else keep
+        weights = c.new_zeros(2, self.probs.shape[0]).index_copy_(1, index, factors * c.abs())
+        row, column = torch.cat((index[entries.rows], index)), torch.cat((entries.ids, rows.targets))
+        taken = -self.probs[row, column]
+        sums = [torch.mv(self.probs.T, weight).index_add_(0, column, taken * weight[row]) for weight in weights]
+        return torch.stack(sums).clamp_(min=0)
 
 
 def totals(entries: Entries) -> Tensor:
@@ -102,9 +106,17 @@ def weighted_rows(source: Tensor, index: Tensor, weights: Tensor, sizes: Tensor)
     return embedding_bag(index, source, offsets, mode="sum", per_sample_weights=weights.to(source.dtype))
 
 
-def add_weight_gradient(out: Tensor, hidden: Tensor, entries: Entries) -> None:
-    ids, order = torch.sort(entries.ids, stable=True)
+def weight_gradient(x: Tensor, rows: Rows, target: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+    """Rows of dW that are not zero, (U,) and (U, H); targets enter the product with nothing, and are added in full."""
+    ids, order = torch.sort(torch.cat((entries.ids, rows.targets)), stable=True)
     ids, sizes = torch.unique_consecutive(ids, return_counts=True)
-    if ids.shape[0]:
-        parts = weighted_rows(hidden, entries.rows[order], entries.values[order], sizes)
-        out.index_add_(0, ids, parts.to(out.dtype))
+    index = torch.cat((entries.rows, torch.arange(target.shape[0], device=target.device)))[order]
+    values = torch.cat((entries.values, torch.zeros_like(target)))[order]
+    parts = weighted_rows(rows.hidden, index, values, sizes).to(x.dtype)
+    return ids, parts.index_add_(0, torch.searchsorted(ids, rows.targets), target[:, None] * x)
+
+
+def relative_bound(error: Tensor, result: Tensor) -> float:
+    """Of an error in `result`, by the norm of what it should be; infinite where that may be nothing, or is unknown."""
+    e, n = float(error), float(result.norm())
+    return e / (n - e) if e < n < float("inf") else float("inf")

@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant("repeated kept ids", "kept.py", "torch.unique(", "torch.sort(", KEPT),
     Mutant("clip below", "grpo_loss.py", "1 - clip_low", "1 - clip_high", VECTORS),
     Mutant("sparse: dropped mass", "sparse.py", ".addr_(left, mean)", "", SPARSE),
-    Mutant("sparse: bound", "sparse.py", "> self.tolerance", "> 1e9", SPARSE),
+    Mutant("sparse: bound", "sparse.py", "<= self.tolerance", "<= 1e9", SPARSE),
     Mutant("sparse: temperature", "sparse.py", "(head.logit_scale / rows", "(head.logit_scale + 0 * rows", SPARSE),
     Mutant("stream: combine rescale", "stream_kernels.py", "s = s * old + ", "s = s + ", STREAM),
     Mutant("stream: entropy rescale", "stream_kernels.py", "(t + s * old_gap) * old", "t * old", STREAM),

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from csrc_triton import LossTerms, grpo, linear_grpo_loss, reference
+from csrc_triton import LossTerms, grpo, linear_grpo_loss, reference, sparse
 from csrc_triton.backends import open_backend
 from csrc_triton.head import Head, HeadGrads, Rows, Upstream
 from csrc_triton.rows import TorchBackend
@@ -36,6 +38,108 @@ def truth(hidden, weight, targets, advantages):
     return x.grad, w.grad
 
 
+def one_chunk(hidden, weight, targets, a, tolerance, keep=None):
+    """The backend, dX and dW, at a temperature of 0.9; `a` are the coefficients of the kept rows."""
+    head = Head(weight, None, 1.0, None)
+    dw = torch.zeros_like(weight)
+    backend = SparseBackend(head, hidden, None, tolerance) if tolerance else TorchBackend(head, hidden, None)
+    rows = Rows(hidden, torch.full((len(targets),), 0.9), targets)
+    backend.forward(rows, want_entropy=False, want_sum_sq=False, want_grad=True)
+    return backend, backend.backward(keep, Upstream(a, None, None), HeadGrads(dw, None, True)), dw
+
+
+def exact_chunk(hidden, weight, targets, a):
+    x, w = hidden.double(), weight.double()
+    dlin = -torch.softmax(x @ w.T / 0.9, -1)
+    dlin[torch.arange(len(a)), targets] += 1
+    dlin *= a.double()[:, None] / 0.9
+    return dlin @ w, dlin.T @ x
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    gap=st.floats(1.0, 9.0),
+    heavy=st.floats(0.0, 4.0),
+    alike=st.floats(0.0, 0.95),
+    odd=st.sampled_from([0.0, 3.0]),
+    num_targets=st.integers(1, 60),
+    smallest=st.integers(5, 14),
+    scale=st.sampled_from([1.0, 1e-12, 1e12]),
+    tolerance=st.sampled_from([0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5]),
+)
+@example(1, 4.0, 4.0, 0.0, 0.0, 60, 6, 1.0, 0.5)
+def test_the_bound_holds(seed, gap, heavy, alike, odd, num_targets, smallest, scale, tolerance):
+    """Few rows that count for most, of either sign; rows alike; targets that meet again with the other sign.
+
+    Where `odd` is not 0, half of W lies that far from the rest, and the row that counts most is the only one there.
+    """
+    hidden, weight, _, draw = inputs(60, 16, 3000, torch.float32, seed, gap)
+    hidden = (1 - alike**2) ** 0.5 * hidden + alike * draw(16).float()
+    if odd:
+        weight[1500:, 0] += odd
+        hidden[:, 0] = torch.where(torch.arange(60) == 2, 2.0, -2.0)
+    targets = torch.multinomial(torch.softmax(hidden @ weight.T, -1), 1)[:, 0][torch.arange(60) % num_targets]
+    a = scale * (draw(60).sign() * (heavy * draw(60)).exp()).float()
+    a[2] *= 10 if odd else 1
+    keep = torch.arange(seed % 3, 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse, "SMALLEST", 2.0**-smallest)
+        _, dx, dw = one_chunk(hidden, weight, targets, a[keep], tolerance, keep)
+    exact = exact_chunk(hidden[keep], weight, targets[keep], a[keep])
+    for got, want in zip((dx, dw), exact, strict=True):
+        assert relative(got, want) <= tolerance + 1e-4
+
+
+def test_a_heavy_row_with_another_tail_counts_by_its_own_weight(monkeypatch):
+    """400 rows, all tail. What the heavy one leaves out is far from the others', whose mean row stands in for it."""
+    monkeypatch.setattr(sparse, "SMALLEST", 2.0**-8)
+    weight = 0.02 * inputs(v=4000)[1].float()
+    weight[8:2000, 0] += 1.0
+    weight[2000:, 1] += 1.0
+    hidden, a = torch.zeros(400, 24), torch.ones(400)
+    hidden[1:, 0], hidden[0, 1], a[0] = 6.0, 6.0, 20.0
+    case = (hidden, weight, torch.arange(400) % 2, a)
+    _, dx, _ = one_chunk(*case, tolerance=0.5)
+    assert relative(dx, exact_chunk(*case)[0]) <= 0.5
+
+
+def test_dw_has_a_bound_of_its_own(monkeypatch):
+    """All that is left out is one row of W many times over: dX loses nothing, dW loses what those ids get."""
+    monkeypatch.setattr(sparse, "SMALLEST", 2.0**-6)
+    hidden, weight, *_ = inputs(40, 16, 100, torch.float32)
+    weight[1:] = 0.0
+    case = (hidden, weight, torch.zeros(40).long(), torch.ones(40))
+    _, dx, dw = one_chunk(*case, tolerance=0.05)
+    for got, want in zip((dx, dw), exact_chunk(*case), strict=True):
+        assert relative(got, want) <= 0.05
+
+
+def test_rows_left_out_do_not_move_the_bounds(monkeypatch):
+    found = []
+
+    def note(error, result, bound=sparse.relative_bound):
+        found.append(bound(error, result))
+        return found[-1]
+
+    monkeypatch.setattr(sparse, "relative_bound", note)
+    hidden, weight, targets, a = problem(8.0)
+    keep = torch.nonzero(a)[:, 0]
+    one_chunk(hidden, weight, targets, a[keep], 0.05, keep)
+    one_chunk(hidden[keep], weight, targets[keep], a[keep], 0.05)
+    assert found[:2] == pytest.approx(found[2:], rel=1e-3)
+    assert 0 < max(found) < 0.05
+
+
+def test_a_nan_stays_in_its_row():
+    hidden, weight, targets, advantages = problem(8.0)
+    advantages[5] = float("nan")
+    for tolerance in (None, 0.05):
+        _, dx, dw = one_chunk(hidden, weight, targets, advantages, tolerance)
+        assert torch.nonzero(dx.isnan().any(-1))[:, 0].tolist() == [5]
+        assert dw.isnan().all()
+
+
 @pytest.mark.parametrize("gap", [3.0, 5.0, 8.0])
 @pytest.mark.parametrize("tolerance", [1e-3, 0.05, 0.5])
 def test_the_error_stays_under_the_tolerance(gap, tolerance):
@@ -47,12 +151,7 @@ def test_the_error_stays_under_the_tolerance(gap, tolerance):
 
 def test_peaked_rows_take_the_sparse_way_and_flat_ones_do_not():
     for gap, v, expected in ((8.0, 4000, 0), (1.0, 40000, 1)):
-        hidden, weight, targets, advantages = problem(gap, v=v)
-        backend = SparseBackend(Head(weight, None, 1.0, None), hidden, None, tolerance=0.05)
-        rows = Rows(hidden, torch.ones(64), targets)
-        backend.forward(rows, want_entropy=False, want_sum_sq=False, want_grad=True)
-        backend.backward(None, Upstream(advantages, None, None), HeadGrads(torch.zeros_like(weight), None, True))
-        assert backend.num_dense == expected
+        assert one_chunk(*problem(gap, v=v), tolerance=0.05)[0].num_dense == expected
 
 
 def test_the_loss_is_the_same_and_dense_chunks_are_exact():

@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_its_company():
         assert torch.equal(part, all_rows[order])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["cublas", "triton"])  # index_add of "torch" is not deterministic on CUDA
 def test_the_same_bits_each_time(backend):
     hidden, weight, targets, draw = peaked(300, 576, 49152, torch.bfloat16)
     hidden, weight, targets, advantages = on_gpu(hidden, weight, targets, draw(300).float())
@@ -83,14 +83,13 @@ def test_the_same_bits_each_time(backend):
         ones = torch.ones(300, device="cuda")
         linear_grpo_loss(x, w, targets, {"advantages": advantages}, grpo, ones, backend=backend).loss.backward()
         found.append((x.grad, w.grad))
-    if backend != "torch":  # its index_add is not deterministic on CUDA
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["cublas", "triton"])
 def test_more_rows_and_more_logits_than_int32_counts(backend):
     """Liger-Kernel#1294, fla#1080: T = 70,000, C x V past 2^31; the last rows are as right as the first."""
-    t, h, v = 70_000, 64, 262_144
+    t, h, v = 70_000, 64, 300_032  # chunks of 7,792 rows; 8,192 of 262,144 would end at 2^31 - 1, which int32 holds
     hidden, weight = torch.randn(t, h, device="cuda"), torch.randn(v, h, device="cuda") * 0.3
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     targets = torch.randint(0, v, (t,), device="cuda")
