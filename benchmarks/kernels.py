@@ -4,13 +4,13 @@
 
 2,048 hidden states of the demo model at temperature 1 and its head (H = 576, V = 49,152), unless a synthetic shape is
 asked for. The ops' tests run first; on a red one nothing is measured. Times: all providers in turn, round after round,
-in one process, forward + backward, each behind an untimed call of its own; ratios are made inside a round. A good part of any large tensor's
-time on a CPU goes into paging its memory in, since glibc returns freed blocks to the system; `--keep-memory` tells it
-not to, for all providers, and measures times alone. Memory: a fresh process a provider, after one warm-up call: the
-peak of resident memory over what stands before the call, less the gradients themselves (a weight gradient added up in
-fp32 counts as the gradient). Error: relative Frobenius norms against fp64 over 512 tokens; the old log-probabilities
-are fp32-exact, so it contains what a route's own rounding does to the ratio and to what is clipped. Exits 1 where the
-fused loss misses its targets against the naive form. It needs a quiet machine.
+in one process, forward + backward, each behind an untimed call of its own; ratios are made inside a round. A good part
+of any large tensor's time on a CPU goes into paging its memory in, since glibc returns freed blocks to the system;
+`--keep-memory` tells it not to, for all providers, and measures times alone. Memory: a fresh process a provider, after
+one warm-up call: the peak of resident memory over what stands before the call, less the gradients themselves (a weight
+gradient added up in fp32 counts as the gradient). Error: relative Frobenius norms against fp64 over 512 tokens; the
+old log-probabilities are fp32-exact and within 0.1 of the present ones, so it contains what a route's own rounding
+does to the ratio. Exits 1 where the fused loss misses its targets against the naive form. It needs a quiet machine.
 """
 
 from __future__ import annotations
