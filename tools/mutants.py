@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant("softcap factor", "rows.py", "        p *= slope\n", "", OPS),
     Mutant("a slab of dW twice", "rows.py", "out[slab] += dlin", "out[slab] = dlin", FUSED),
     Mutant("target's digits", "head.py", "torch.expm1(stats.logprobs)", "(p.bfloat16() - 1)", OPS),
-    Mutant("kept rows mixed up", "rows.py", "else self.probs[keep[at]]", "else self.probs[at]", FUSED),
+    Mutant("kept rows mixed up", "rows.py", "if keep is None else keep[at]", "if True else keep[at]", FUSED),
     Mutant("weights of the loss", "linear_loss.py", "terms.loss * chunk.weights", "terms.loss", FUSED),
     Mutant("loss_scale", "linear_loss.py", "if job.loss_scale is not None:", "if False:", FUSED),
     Mutant("live rows by a alone", "linear_loss.py", "(a != 0) | (b != 0)", "(a != 0)", FUSED),
