@@ -6,54 +6,21 @@ cuBLAS chooses its kernels by shape, so a row's last bits may depend on the rows
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream
-from csrc_triton.launch import extra_bytes
+from csrc_triton.launch import COLUMN_MULTIPLE, ROW_MULTIPLE, chunk_rows, round_up
 from csrc_triton.products import addmm_fp32_, mm_fp32
 
-MOST_ROWS = 8192  # beyond, the fp32 dW is read and written seldom enough
-FEW_ROWS = 2048  # below, reading and writing it takes more than an eighth of the products' time
-FEWEST_ROWS = 256
-ROW_MULTIPLE = 128  # of chunks on CUDA: whole tiles
-COLUMN_MULTIPLE = 64  # of leading dimensions: rows start on 128 bytes
 ROW_LAUNCH: dict[str, Any] = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": True}  # of both row kernels
 
 
-def round_up(number: int, multiple: int) -> int:
-    return (number + multiple - 1) // multiple * multiple
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
-
-
-def chunk_rows(hidden: Tensor, weight: Tensor, max_extra_bytes: int | None) -> int:
-    """Rows whose logits (fp32) and gradient (hidden's type) fit the budget beside an fp32 (V, H) gradient.
-
-    On CUDA a multiple of 128, and ValueError with the bytes needed where fewer than 256 rows fit (or than there are).
-    """
-    on_gpu = hidden.device.type == "cuda"
-    row_bytes = (4 + hidden.element_size()) * round_up(weight.shape[0], COLUMN_MULTIPLE)
-    fixed = 4 * weight.numel()
-    budget = extra_bytes(hidden.device, max_extra_bytes)
-    rows = min(MOST_ROWS, round_up(max(1, hidden.shape[0]), ROW_MULTIPLE), (budget - fixed) // row_bytes)
-    if not on_gpu:
-        return max(1, rows)
-    rows = rows // ROW_MULTIPLE * ROW_MULTIPLE
-    wanted = min(FEWEST_ROWS, round_up(max(1, hidden.shape[0]), ROW_MULTIPLE))
-    if rows < wanted:
-        needed = fixed + wanted * row_bytes
-        raise ValueError(f"max_extra_bytes must be at least {needed} for this head ({wanted} rows), got {budget}")
-    if rows < min(FEW_ROWS, hidden.shape[0]):
-        warn_once(f"chunks below {FEW_ROWS} rows are slow: max_extra_bytes leaves room for few logits")
-    return rows
+def row_bytes(hidden: Tensor, num_classes: int) -> int:
+    """Of a row's logits (fp32) and their gradient (hidden's type)."""
+    return (4 + hidden.element_size()) * round_up(num_classes, COLUMN_MULTIPLE)
 
 
 def launch_row_stats(raw: Tensor, head: Head, rows: Rows, *, want_entropy: bool, want_sum_sq: bool) -> RowStats:
@@ -129,7 +96,7 @@ class CublasBackend:
 
     def __init__(self, head: Head, hidden: Tensor, max_extra_bytes: int | None) -> None:
         self.head = head
-        self.num_rows = chunk_rows(hidden, head.weight, max_extra_bytes)
+        self.num_rows = chunk_rows(hidden, head.weight, row_bytes(hidden, head.weight.shape[0]), max_extra_bytes)
         self.raw: Tensor | None = None
         self.dlin: Tensor | None = None
         self.chunk: Chunk | None = None

@@ -49,6 +49,9 @@ class RowStats(NamedTuple):
     top: Tensor  # (C,) the largest logit over temperature, in the backend's own base
     log_s: Tensor  # (C,) log of sum e^(z - top), in the backend's own base
 
+    def pick(self, index: Tensor) -> RowStats:
+        return RowStats(*(x[index] if x is not None else None for x in self))  # pyright: ignore[reportArgumentType]
+
 
 class Upstream(NamedTuple):
     """Gradients of the loss by the three outputs of a row, (k,) each; None where there is none."""
@@ -56,6 +59,9 @@ class Upstream(NamedTuple):
     logprobs: Tensor | None
     entropy: Tensor | None
     sum_sq: Tensor | None
+
+    def pick(self, index: Tensor) -> Upstream:
+        return Upstream(*(x[index] if x is not None else None for x in self))
 
 
 def target_gradient(head: Head, stats: RowStats, up: Upstream, temperature: Tensor) -> Tensor:

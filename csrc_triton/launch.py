@@ -8,14 +8,20 @@ only where they run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+MOST_ROWS = 8192  # of a chunk on CUDA: dW is then read and written seldom enough, for 3 % of the products' time
+FEW_ROWS = 2048  # below, it takes more than an eighth of it: a warning
+FEWEST_ROWS = 256  # below: an error
+ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 64  # whole tiles of rows; leading dimensions whose rows start on 128 bytes
 BACKENDS = ("auto", "cublas", "triton", "torch")
 DEFAULT_EXTRA_BYTES = {"cpu": 128 << 20, "cuda": 6 << 30}
 
@@ -68,6 +74,7 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -107,6 +114,35 @@ def choose_backend(backend: str, hidden: Tensor) -> str:
 def extra_bytes(device: torch.device, max_extra_bytes: int | None) -> int:
     default = DEFAULT_EXTRA_BYTES.get(device.type, DEFAULT_EXTRA_BYTES["cpu"])
     return max_extra_bytes if max_extra_bytes is not None else default
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def chunk_rows(hidden: Tensor, weight: Tensor, row_bytes: int, max_extra_bytes: int | None) -> int:
+    """Rows of `row_bytes` each that fit the budget beside an fp32 (V, H) gradient; no more than there are, in tiles.
+
+    On CUDA a multiple of 128, and ValueError with the bytes needed where fewer than 256 rows fit (or than there are).
+    """
+    fixed, budget = 4 * weight.numel(), extra_bytes(hidden.device, max_extra_bytes)
+    there = round_up(max(1, hidden.shape[0]), ROW_MULTIPLE)
+    rows = min(MOST_ROWS, there, (budget - fixed) // row_bytes)
+    if hidden.device.type != "cuda":
+        return max(1, rows)
+    rows = rows // ROW_MULTIPLE * ROW_MULTIPLE
+    wanted = min(FEWEST_ROWS, there)
+    if rows < wanted:
+        needed = fixed + wanted * row_bytes
+        raise ValueError(f"max_extra_bytes must be at least {needed} for this head ({wanted} rows), got {budget}")
+    if rows < min(FEW_ROWS, hidden.shape[0]):
+        warn_once(f"chunks below {FEW_ROWS} rows are slow: max_extra_bytes leaves room for few logits")
+    return rows
 
 
 def split(rows: Tensor, num_rows: int) -> tuple[Tensor, ...]:

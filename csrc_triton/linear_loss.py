@@ -9,8 +9,9 @@ than a chunk, takes the second form: all statistics first, then each live chunk 
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from csrc_triton.losses import Chunk, TokenLoss, scope_of
 from csrc_triton.rows import compute_dtype
 
 log = logging.getLogger(__name__)
-told_of_long_sequences = False
 
 
 class LinearLoss(NamedTuple):
@@ -111,7 +111,7 @@ class Output(NamedTuple):
 
 
 def one_pass(
-    job: Job, backend: ChunkBackend, hidden: Tensor, out: Output, cuts: Iterator[Tensor]
+    job: Job, backend: ChunkBackend, hidden: Tensor, out: Output, cuts: Iterable[Tensor]
 ) -> list[Coefficients]:
     found = []
     for rows in cuts:
@@ -133,13 +133,12 @@ def two_passes(job: Job, backend: ChunkBackend, hidden: Tensor, out: Output, liv
     stats = RowStats(out.logprobs[live_rows], none, pick(out.entropy), None, none, none)
     found = coefficients(job, live_rows, stats)
     if job.want_grad:
-        chosen = torch.nonzero(found.live)[:, 0] if job.drop_zero_rows else torch.arange(live_rows.shape[0])
-        for index in split(chosen.to(live_rows.device), backend.num_rows):
+        chosen = found.live if job.drop_zero_rows else torch.ones_like(found.live)
+        for index in split(torch.nonzero(chosen)[:, 0], backend.num_rows):
             rows = live_rows[index]
             b = found.up.entropy
             backend.forward(chunk(rows), want_entropy=b is not None, want_sum_sq=False, want_grad=True)
-            up = Upstream(*(None if value is None else value[index] for value in found.up))
-            part = backend.backward(None, up, out.grads)
+            part = backend.backward(None, found.up.pick(index), out.grads)
             if out.hidden is not None and part is not None:
                 out.hidden[rows] = part
     return [found]
@@ -155,7 +154,7 @@ def backward_rows(job: Job, backend: ChunkBackend, out: Output, rows: Tensor, fo
         if keep.shape[0] == rows.shape[0]:
             keep = None
     if keep is not None:
-        rows, up = rows[keep], Upstream(*(None if value is None else value[keep] for value in up))
+        rows, up = rows[keep], up.pick(keep)
     part = backend.backward(keep, up, out.grads)
     if out.hidden is not None and part is not None:
         out.hidden[rows] = part
@@ -176,22 +175,22 @@ def whole_sequences(live_rows: Tensor, seq_ids: Tensor, num_rows: int) -> list[T
     return list(live_rows.split(cuts)) if cuts else []
 
 
+@functools.cache
+def tell_of_long_sequences(num_rows: int) -> None:
+    log.warning("a sequence is longer than a chunk of %d rows: two passes, 8THV in place of 6", num_rows)
+
+
 def run_passes(job: Job, backend: ChunkBackend, hidden: Tensor, out: Output, live_rows: Tensor) -> list[Coefficients]:
     if job.scope == "batch":
         return two_passes(job, backend, hidden, out, live_rows)
     if job.scope == "token":
-        return one_pass(job, backend, hidden, out, iter(split(live_rows, backend.num_rows)))
+        return one_pass(job, backend, hidden, out, split(live_rows, backend.num_rows))
     assert job.seq_ids is not None
     cuts = whole_sequences(live_rows, job.seq_ids, backend.num_rows)
     if cuts is None:
-        global told_of_long_sequences
-        if not told_of_long_sequences:
-            log.warning(
-                "a sequence is longer than a chunk of %d rows: two passes, 8THV in place of 6", backend.num_rows
-            )
-        told_of_long_sequences = True
+        tell_of_long_sequences(backend.num_rows)
         return two_passes(job, backend, hidden, out, live_rows)
-    return one_pass(job, backend, hidden, out, iter(cuts))
+    return one_pass(job, backend, hidden, out, cuts)
 
 
 class LinearGrpoLoss(torch.autograd.Function):

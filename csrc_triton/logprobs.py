@@ -38,7 +38,7 @@ def spread(rows: Tensor, values: Tensor | None, num_rows: int, like: Tensor) -> 
     return values.new_zeros(num_rows).index_copy_(0, rows, values)
 
 
-def live_rows(upstream: list[Tensor | None], targets: Tensor, ignore_index: int) -> Tensor:
+def live_rows(upstream: Upstream, targets: Tensor, ignore_index: int) -> Tensor:
     """Rows that are not ignored and have any gradient."""
     live = torch.zeros_like(targets, dtype=torch.bool)
     for grad in upstream:
@@ -121,7 +121,7 @@ def gradients_of(
     targets: Tensor,
     temperature: Tensor,
     stats: list[Tensor],
-    upstream: list[Tensor | None],
+    upstream: Upstream,
     grads: HeadGrads,
     max_extra_bytes: int | None,
     backend: str,
@@ -129,8 +129,7 @@ def gradients_of(
     """Rows and their dX, part by part; dW and dbias are added into `grads`. `stats` are what the forward returned."""
 
     def cut(part: Tensor) -> tuple[Rows, Upstream]:
-        up = Upstream(*(grad[part] if grad is not None else None for grad in upstream))
-        return Rows(hidden[part], temperature[part], targets[part].long()), up
+        return Rows(hidden[part], temperature[part], targets[part].long()), upstream.pick(part)
 
     if choose_backend(backend, hidden) == "triton":
         from csrc_triton.stream import SLAB, slab_backward
@@ -170,7 +169,8 @@ def backward_op(
     """Gradients by hidden, weight and bias in their types; empty where not needed."""
     with operands(hidden, weight, operand) as (x, w):
         dtype, head = compute_dtype(x), make_head(w, bias, logit_scale, softcap)
-        upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
+        given = (grad_logprobs, grad_entropy, grad_sum_sq)
+        upstream = Upstream(*(grad.to(dtype) if grad is not None else None for grad in given))
         rows = live_rows(upstream, targets, ignore_index)
         dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
         for part, found in gradients_of(
@@ -272,13 +272,14 @@ def kept_backward_op(
     """Gradients by hidden, weight and bias in their types; empty where not needed. The sets are gathered once more."""
     with operands(hidden, weight, operand) as (x, w):
         dtype, head = compute_dtype(x), make_head(w, bias, logit_scale, softcap)
-        upstream = [grad.to(dtype) if grad is not None else None for grad in (grad_logprobs, grad_entropy, grad_sum_sq)]
+        given = (grad_logprobs, grad_entropy, grad_sum_sq)
+        upstream = Upstream(*(grad.to(dtype) if grad is not None else None for grad in given))
         rows = live_rows(upstream, targets, ignore_index)
         dx, grads = new_gradients(hidden, weight, bias, needed, dtype)
         chunk, kept = Rows(x[rows], temperature[rows], targets[rows].long()), kept_of_rows((indptr, ids), rows)
-        stats = kept_logprobs(head, chunk, kept, upstream[1] is not None, upstream[2] is not None, backend)
-        up = Upstream(*(grad[rows] if grad is not None else None for grad in upstream))
-        found = kept_backward(head, chunk, stats, up, grads, backend)
+        wanted = (upstream.entropy is not None, upstream.sum_sq is not None)
+        stats = kept_logprobs(head, chunk, kept, *wanted, backend)
+        found = kept_backward(head, chunk, stats, upstream.pick(rows), grads, backend)
     if dx is not None and found is not None:
         dx[rows] = found
     return rounded(dx, hidden), rounded(grads.weight, weight), rounded(grads.bias, bias)

@@ -34,6 +34,26 @@ def ieee_fp32(active: bool) -> Iterator[None]:
             switch.fp32_precision = before
 
 
+@contextlib.contextmanager
+def exact_products(hidden: Tensor) -> Iterator[None]:
+    """fp32 products of operands that hold values of `hidden`'s type: none is rounded, the result is fp32.
+
+    bf16 values may run on a CPU's bf16 units, for which fp32 tensors are allowed to be narrowed; others may not.
+    """
+    if hidden.device.type == "cuda":
+        with ieee_fp32(True):
+            yield
+        return
+    switch = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # set at run time
+    with SWITCHING:
+        before = switch.fp32_precision
+        switch.fp32_precision = "bf16" if hidden.dtype == torch.bfloat16 else "ieee"
+        try:
+            yield
+        finally:
+            switch.fp32_precision = before
+
+
 def mm_fp32(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """out = left @ right in fp32, whatever the operands' type."""
     if narrow_on_gpu(left) and mm_widens(left.device, left.dtype):

@@ -37,7 +37,8 @@ def base2_logits(
         u += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     slope = 1.0
     if softcap is not None:
-        e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E * logit_scale / softcap))  # tanh by e^-2|x|: nothing overflows
+        u = u * logit_scale
+        e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))  # tanh by e^-2|x|: nothing overflows
         size = (1.0 - e) / (1.0 + e)
         slope = 4.0 * e / ((1.0 + e) * (1.0 + e))
         z = tl.where(u < 0.0, -size, size) * (softcap * LOG2E / tau)

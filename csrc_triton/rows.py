@@ -9,8 +9,6 @@ matrix in fp32, and the weight gradient is added up in fp32.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterator
 
 import torch
@@ -18,33 +16,11 @@ from torch import Tensor
 
 from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream, target_gradient
 from csrc_triton.launch import extra_bytes
-from csrc_triton.products import ieee_fp32
+from csrc_triton.products import exact_products
 
 CACHED_ROWS = 16  # of 50,000 fp32 logits: 3 MB
 SLAB_NUMBERS = 1 << 20  # numbers of W, or of its gradient, worked on at a time: 4 MB in fp32
 ON_GPU = 32  # times as much of both on a GPU, where few large launches count
-SWITCHING = threading.Lock()
-
-
-@contextlib.contextmanager
-def exact_products(hidden: Tensor) -> Iterator[None]:
-    """fp32 products of operands that hold values of `hidden`'s type: none is rounded, the result is fp32.
-
-    bf16 values may run on a CPU's bf16 units, for which fp32 tensors are allowed to be narrowed; others may not. The
-    switches are process-wide, so they are set around a product alone and put back, by one thread at a time.
-    """
-    if hidden.device.type == "cuda":
-        with ieee_fp32(True):
-            yield
-        return
-    switch = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # set at run time
-    with SWITCHING:
-        before = switch.fp32_precision
-        switch.fp32_precision = "bf16" if hidden.dtype == torch.bfloat16 else "ieee"
-        try:
-            yield
-        finally:
-            switch.fp32_precision = before
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -143,9 +119,7 @@ class TorchBackend:
         return self.stats
 
     def backward(self, keep: Tensor | None, up: Upstream, grads: HeadGrads) -> Tensor | None:
-        rows = self.rows if keep is None else self.rows.pick(keep)
-        pick = lambda x: x if x is None or keep is None else x[keep]  # noqa: E731
-        stats = RowStats(*map(pick, self.stats))  # pyright: ignore[reportArgumentType]
+        rows, stats = (self.rows, self.stats) if keep is None else (self.rows.pick(keep), self.stats.pick(keep))
         num_rows, scratch = rows.targets.shape[0], self.buffer("scratch", self.block_rows, self.dtype)
         # narrower values take the first half of each row that they come from; kept rows move up over those left out
         dlin = self.probs.view(self.head.weight.dtype)[:num_rows, : scratch.shape[1]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from csrc_triton.head import Head, HeadGrads, Rows, RowStats, Upstream, make_head, target_gradient
-from csrc_triton.launch import CONFIGS, FP32_CONFIG, POINTER_CONFIG, Config, arch, extra_bytes, interpreting
+from csrc_triton.launch import (
+    COLUMN_MULTIPLE,
+    CONFIGS,
+    FP32_CONFIG,
+    POINTER_CONFIG,
+    ROW_MULTIPLE,
+    Config,
+    arch,
+    chunk_rows,
+    interpreting,
+    round_up,
+)
 from csrc_triton.products import addmm_fp32_, mm_fp32
 
-MOST_ROWS = 8192  # of a chunk: dW is read and written once per chunk, at 8192 rows for 3 % of the products' time
-FEW_ROWS, LEAST_ROWS = 2048, 256  # below: a warning, and an error
-ROW_MULTIPLE, COLUMN_MULTIPLE = 128, 64  # of the operands of cuBLAS products
 SLAB = 8192  # ids whose gradient `linear_logprobs` holds at a time
 
 
@@ -61,25 +68,9 @@ def choose_configs(head: Head, device: torch.device) -> Configs:
     return Configs(stats, line("stats_store"), slab_dz, CONFIGS["dz", major], CONFIGS["combine", major])
 
 
-def chunk_rows(head: Head, hidden: Tensor, max_extra_bytes: int | None, tile_n: int) -> int:
-    """Rows of a chunk whose E and partials fit in the budget beside dW in fp32."""
-    num_classes, width = head.weight.shape
-    fixed = 4 * num_classes * width
-    per_row = hidden.element_size() * num_classes + 12 * -(-num_classes // tile_n)
-    fitting = (extra_bytes(hidden.device, max_extra_bytes) - fixed) // per_row
-    if hidden.device.type != "cuda":
-        return max(1, min(MOST_ROWS, fitting))
-    rows = min(MOST_ROWS, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
-    if rows < min(LEAST_ROWS, hidden.shape[0]):
-        needed = fixed + LEAST_ROWS * per_row
-        raise ValueError(f"max_extra_bytes must be at least {needed} for V = {num_classes}, H = {width}")
-    if rows < min(FEW_ROWS, hidden.shape[0]):
-        warnings.warn(f"max_extra_bytes leaves {rows} rows a chunk; {FEW_ROWS} or more run faster", stacklevel=2)
-    return rows
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def row_bytes(hidden: Tensor, num_classes: int, tile_n: int) -> int:
+    """Of a row's E (hidden's type) and its partials."""
+    return hidden.element_size() * num_classes + 12 * -(-num_classes // tile_n)
 
 
 def run(kernel: str, grid: int, device: torch.device, **arguments: Any) -> None:
@@ -294,7 +285,8 @@ class StreamBackend:
     ) -> None:
         self.head = make_head(*head)
         self.configs = configs or choose_configs(self.head, hidden.device)
-        self.num_rows = chunk_rows(head, hidden, max_extra_bytes, self.configs.stats.block_n)
+        needed = row_bytes(hidden, head.weight.shape[0], self.configs.stats.block_n)
+        self.num_rows = chunk_rows(hidden, head.weight, needed, max_extra_bytes)
         self._exp: Tensor | None = None  # one buffer for all chunks
         self._pending: Pending | None = None
 
@@ -318,8 +310,7 @@ class StreamBackend:
         self._pending = None
         rows, stats = pending.rows, pending.stats
         if keep is not None:
-            rows = rows.pick(keep)
-            stats = RowStats(*(x[keep] if x is not None else None for x in stats))  # pyright: ignore[reportArgumentType]
+            rows, stats = rows.pick(keep), stats.pick(keep)
         num_kept, width = rows.hidden.shape
         if pending.exp is None or num_kept == 0:
             num_cols = round_up(self.head.weight.shape[0], ROW_MULTIPLE)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csrc_triton import LossTerms, grpo, grpo_loss, linear_grpo_loss, linear_logprobs, reference
-from csrc_triton.linear_loss import whole_sequences
+from csrc_triton.linear_loss import tell_of_long_sequences, whole_sequences
 from csrc_triton.rows import fitting_rows
 from tests.csrc_triton.inputs import draws, inputs, peaked, relative
 
@@ -82,7 +82,7 @@ def test_value_and_gradient_against_the_twin(name, drop, chunk_rows, monkeypatch
 
 def test_a_sequence_longer_than_a_chunk_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr("csrc_triton.rows.fitting_rows", lambda *args: 3)
-    monkeypatch.setattr("csrc_triton.linear_loss.told_of_long_sequences", False)
+    tell_of_long_sequences.cache_clear()
     hidden, weight, targets, data, weights = problem()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -18,7 +18,9 @@ def problem(t=19, h=24, v=130):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.7, "logit_scale": 1.3}, {"softcap": 5.0}], ids=["plain", "scaled", "softcap"]
+    "options",
+    [{}, {"temperature": 0.7, "logit_scale": 1.3}, {"softcap": 5.0}, {"softcap": 5.0, "logit_scale": -1.2}],
+    ids=["plain", "scaled", "softcap", "softcap and a negative scale"],
 )
 def test_log_probabilities(backend, options):
     hidden, weight, targets, draw = problem()

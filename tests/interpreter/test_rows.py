@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from csrc_triton import reference
-from csrc_triton.cublas import CublasBackend, chunk_rows, launch_row_dz, launch_row_stats
+from csrc_triton.cublas import CublasBackend, launch_row_dz, launch_row_stats, row_bytes
 from csrc_triton.head import Head, HeadGrads, Rows, Upstream
+from csrc_triton.launch import chunk_rows
 from tests.interpreter.poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -228,22 +229,23 @@ def test_a_repeated_call_gives_the_same_bits():
 
 def test_rows_of_a_chunk_follow_the_budget():
     head, rows, _ = problem(t=200, v=127, h=8)
-    row_bytes, fixed = 8 * 128, 4 * 127 * 8
-    assert chunk_rows(rows.hidden, head.weight, fixed + 10 * row_bytes + 5) == 10
-    assert chunk_rows(rows.hidden, head.weight, 0) == 1
-    assert chunk_rows(rows.hidden, head.weight, None) == 256  # all rows, up to whole tiles
+    each, fixed = row_bytes(rows.hidden, 127), 4 * 127 * 8
+    assert each == 8 * 128
+    assert chunk_rows(rows.hidden, head.weight, each, fixed + 10 * each + 5) == 10
+    assert chunk_rows(rows.hidden, head.weight, each, 0) == 1
+    assert chunk_rows(rows.hidden, head.weight, each, None) == 256  # all rows, up to whole tiles
 
 
 def test_a_budget_too_small_for_a_gpu_is_refused_with_the_bytes_needed():
     gpu = lambda *shape: FakeOnGpu(torch.empty(*shape, dtype=torch.bfloat16, device="meta"))  # noqa: E731
     hidden, weight = gpu(9000, 64), gpu(1000, 64)
-    row_bytes, fixed = 6 * 1024, 4 * 1000 * 64
-    with pytest.raises(ValueError, match=f"at least {fixed + 256 * row_bytes} for this head"):
-        chunk_rows(hidden, weight, fixed + 255 * row_bytes)
+    each, fixed = 6 * 1024, 4 * 1000 * 64
+    with pytest.raises(ValueError, match=f"at least {fixed + 256 * each} for this head"):
+        chunk_rows(hidden, weight, each, fixed + 255 * each)
     with pytest.warns(UserWarning, match="below 2048 rows"):
-        assert chunk_rows(hidden, weight, fixed + 300 * row_bytes) == 256
-    assert chunk_rows(hidden, weight, 1 << 40) == 8192
-    assert chunk_rows(gpu(100, 64), weight, fixed + 128 * row_bytes) == 128  # no more rows than there are
+        assert chunk_rows(hidden, weight, each, fixed + 300 * each) == 256
+    assert chunk_rows(hidden, weight, each, 1 << 40) == 8192
+    assert chunk_rows(gpu(100, 64), weight, each, fixed + 128 * each) == 128  # no more rows than there are
 
 
 class FakeOnGpu:

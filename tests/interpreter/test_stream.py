@@ -6,8 +6,8 @@ import torch
 from csrc_triton import reference
 from csrc_triton.head import Head, HeadGrads, Rows, Upstream
 from csrc_triton.launch import CONFIGS as TABLE
-from csrc_triton.launch import Config
-from csrc_triton.stream import Configs, StreamBackend, add_target_residual, chunk_rows, slab_backward
+from csrc_triton.launch import Config, chunk_rows
+from csrc_triton.stream import Configs, StreamBackend, add_target_residual, row_bytes, slab_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's log2(0), max of nan
 
@@ -312,9 +312,10 @@ def test_no_rows_kept():
 
 def test_chunk_fits_the_budget():
     head, rows, _ = problem(v=100, h=8)
-    row_bytes = 4 * 100 + 12 * 4  # E in fp32, four tiles of partials
-    assert chunk_rows(head, rows.hidden, 4 * 100 * 8 + 10 * row_bytes + 5, 32) == 10
-    assert chunk_rows(head, rows.hidden, 1, 32) == 1
+    each = row_bytes(rows.hidden, 100, 32)
+    assert each == 4 * 100 + 12 * 4  # E in fp32, four tiles of partials
+    assert chunk_rows(rows.hidden, head.weight, each, 4 * 100 * 8 + 10 * each + 5) == 10
+    assert chunk_rows(rows.hidden, head.weight, each, 1) == 1
 
 
 @pytest.mark.parametrize("configs", [CONFIGS, NO_STORE])
