@@ -36,7 +36,7 @@ SLAB = 8192  # ids whose gradient `linear_logprobs` holds at a time
 
 class Configs(NamedTuple):
     stats: Config
-    stats_store: Config | None  # None: no E is kept, the backward works the logits out again
+    stats_store: Config
     slab_dz: Config
     dz: Config
     combine: Config
@@ -48,24 +48,22 @@ class Pending(NamedTuple):
     rows: Rows
     stats: RowStats
     part_top: Tensor  # (tiles of V, C)
-    exp: Tensor | None  # (C rounded up, V rounded up)
+    exp: Tensor  # (C rounded up, V rounded up)
 
 
 def choose_configs(head: Head, device: torch.device) -> Configs:
     """The lines of the table for this head; a softcap takes registers, and some kernels have a line for that."""
     major = arch(device)
 
-    def line(kernel: str) -> Config | None:
+    def line(kernel: str) -> Config:
         if head.weight.dtype == torch.float32:
             return FP32_CONFIG
         if not takes_descriptors(head.weight) or head.weight.shape[1] * head.weight.element_size() % 16:
             return POINTER_CONFIG
         special = CONFIGS.get((f"{kernel}_softcap", major)) if head.softcap is not None else None
-        return special or CONFIGS.get((kernel, major))
+        return special or CONFIGS[kernel, major]
 
-    stats, slab_dz = line("stats"), line("slab_dz")
-    assert stats is not None and slab_dz is not None, f"no configuration for sm_{major}"
-    return Configs(stats, line("stats_store"), slab_dz, CONFIGS["dz", major], CONFIGS["combine", major])
+    return Configs(line("stats"), line("stats_store"), line("slab_dz"), CONFIGS["dz", major], CONFIGS["combine", major])
 
 
 def row_bytes(hidden: Tensor, num_classes: int, tile_n: int) -> int:
@@ -135,7 +133,6 @@ def stream_stats(
 ) -> tuple[RowStats, Tensor]:
     """Statistics of the rows and the (tiles of V, C) tops of their tiles; `exp` takes E where it is given."""
     config = configs.stats if exp is None else configs.stats_store
-    assert config is not None
     hidden, weight = aligned(rows.hidden), head.weight
     num_rows, num_cols = hidden.shape[0], weight.shape[0]
     num_tiles = -(-num_cols // config.block_n)
@@ -293,10 +290,10 @@ class StreamBackend:
     def forward(self, rows: Rows, *, want_entropy: bool, want_sum_sq: bool, want_grad: bool) -> RowStats:
         """Statistics of a chunk (C > 0); with `want_grad` the chunk then waits for its `backward`."""
         self._pending = None
-        exp = self._exp_buffer(rows) if want_grad and self.configs.stats_store is not None else None
+        exp = self._exp_buffer(rows) if want_grad else None
         wanted = {"want_entropy": want_entropy, "want_sum_sq": want_sum_sq}
         stats, part_top = stream_stats(self.head, rows, self.configs, exp, **wanted)
-        self._pending = Pending(rows, stats, part_top, exp) if want_grad else None
+        self._pending = Pending(rows, stats, part_top, exp) if exp is not None else None
         return stats
 
     def backward(self, keep: Tensor | None, up: Upstream, grads: HeadGrads) -> Tensor | None:
@@ -312,9 +309,8 @@ class StreamBackend:
         if keep is not None:
             rows, stats = rows.pick(keep), stats.pick(keep)
         num_kept, width = rows.hidden.shape
-        if pending.exp is None or num_kept == 0:
-            num_cols = round_up(self.head.weight.shape[0], ROW_MULTIPLE)
-            return slab_backward(self.head, rows, stats, up, grads, num_cols, self.configs.slab_dz)
+        if num_kept == 0:
+            return rows.hidden.new_zeros(0, width, dtype=torch.float32) if grads.want_hidden else None
         shared = coefficients(self.head, rows, stats, up)
         num_padded = round_up(num_kept, ROW_MULTIPLE)
         dz = self._exp_to_dz(pending, keep, num_kept, num_padded, shared)
@@ -341,7 +337,6 @@ class StreamBackend:
         """The (num_padded, V) gradient by x W', where E was."""
         exp, config, num_cols = pending.exp, self.configs.dz, self.head.weight.shape[0]
         store = self.configs.stats_store
-        assert exp is not None and store is not None
         block_n = min(config.block_n, store.block_n)  # within one tile of the statistics
         run(
             "dz_kernel",

@@ -37,7 +37,7 @@ def test_log_probabilities_against_fp64(backend, shape, make, options):
     assert float((ours[0] - truth[0]).abs().max()) <= 1e-5 + 5e-7 * largest
     assert float((ours[1] - truth[1]).abs().max()) <= 2e-5 + 5e-7 * largest
     for got, want in zip(ours[2:], truth[2:], strict=True):
-        assert relative(got, want) <= 4e-3
+        assert relative(got, want) <= 3e-3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -102,7 +102,7 @@ def test_more_rows_and_more_logits_than_int32_counts(backend):
     last = hidden[-64:].double().requires_grad_()
     truth = reference.linear_logprobs(last, weight.double(), targets[-64:]).logprobs
     truth.sum().backward()
-    assert relative(x.grad[-64:], -last.grad) < 4e-3
+    assert relative(x.grad[-64:], -last.grad) < 3e-3
     ours = linear_logprobs(hidden, weight, targets, **options).logprobs[-64:]
     assert float((ours - truth.detach()).abs().max()) < 1e-4
 
@@ -138,4 +138,4 @@ def test_kept_sets_against_the_twin():
         results.append((out.logprobs.detach().double(), x.grad, w.grad))
     assert float((results[0][0] - results[1][0]).abs().max()) < 1e-4
     for got, want in zip(results[0][1:], results[1][1:], strict=True):
-        assert relative(got, want) <= 4e-3
+        assert relative(got, want) <= 3e-3
