@@ -2,6 +2,8 @@
 
 import torch
 
+from csrc_triton import reference
+
 
 def draws(seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -26,3 +28,22 @@ def peaked(t, h, v, dtype, seed=0):
 
 def relative(got, want):
     return float((got.double() - want).norm() / want.norm())
+
+
+def twin(head, rows, kept=None):
+    """fp64 leaves (hidden, weight and, if there is one, bias) and what the twin makes of them, every output asked for."""
+    leaves = [x.double().requires_grad_() for x in (rows.hidden, head.weight, head.bias) if x is not None]
+    out = reference.linear_logprobs(
+        leaves[0],
+        leaves[1],
+        rows.targets,
+        bias=leaves[2] if head.bias is not None else None,
+        temperature=rows.temperature.double(),
+        logit_scale=head.logit_scale,
+        softcap=head.softcap,
+        kept=kept,
+        entropy_over="vocab" if kept is None else "kept",
+        want_entropy=True,
+        want_sum_sq=True,
+    )
+    return leaves, out

@@ -2,10 +2,9 @@
 
 import torch
 
-from csrc_triton import reference
 from csrc_triton.head import Head, HeadGrads, Rows, Upstream
 from csrc_triton.kept import kept_backward, kept_logprobs
-from tests.csrc_triton.inputs import draws
+from tests.csrc_triton.inputs import draws, twin
 
 HEADS = {
     "plain": {},
@@ -64,20 +63,7 @@ def compute(head, rows, kept, up):
 
 def truth(head, rows, kept, up):
     """The twin in fp64: outputs, and gradients by hidden, weight and, if there is one, bias."""
-    leaves = [x.double().requires_grad_() for x in (rows.hidden, head.weight, head.bias) if x is not None]
-    out = reference.linear_logprobs(
-        leaves[0],
-        leaves[1],
-        rows.targets,
-        bias=leaves[2] if head.bias is not None else None,
-        temperature=rows.temperature.double(),
-        logit_scale=head.logit_scale,
-        softcap=head.softcap,
-        kept=kept,
-        entropy_over="kept",
-        want_entropy=True,
-        want_sum_sq=True,
-    )
+    leaves, out = twin(head, rows, kept)
     pairs = [(u, x) for u, x in zip(up, (out.logprobs, out.entropy, out.sum_sq), strict=True) if u is not None]
     grads = torch.autograd.grad(sum((u.double() * x).sum() for u, x in pairs), leaves)
     return type(out)(*(x.detach() for x in out)), grads

@@ -7,6 +7,7 @@ from csrc_triton import reference
 from csrc_triton.cublas import CublasBackend, launch_row_dz, launch_row_stats, row_bytes
 from csrc_triton.head import Head, HeadGrads, Rows, Upstream
 from csrc_triton.launch import chunk_rows
+from tests.csrc_triton.inputs import twin
 from tests.interpreter.poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -29,18 +30,7 @@ def problem(t=7, v=127, h=24, seed=0, gap=8.0, bias=False, softcap=None, scale=1
 
 def truth(head: Head, rows: Rows, up: Upstream, keep=None):
     """Statistics and gradients by autograd of the twin, fp64."""
-    leaves = [x.double().requires_grad_() for x in (rows.hidden, head.weight, head.bias) if x is not None]
-    out = reference.linear_logprobs(
-        leaves[0],
-        leaves[1],
-        rows.targets,
-        bias=leaves[2] if head.bias is not None else None,
-        temperature=rows.temperature.double(),
-        logit_scale=head.logit_scale,
-        softcap=head.softcap,
-        want_entropy=True,
-        want_sum_sq=True,
-    )
+    leaves, out = twin(head, rows)
     fields = (out.logprobs, out.entropy, out.sum_sq)
     pick = lambda x: x if keep is None else x[keep]  # noqa: E731
     pairs = [(u, pick(x)) for u, x in zip(up, fields, strict=True) if u is not None]

@@ -8,6 +8,7 @@ from csrc_triton.head import Head, HeadGrads, Rows, Upstream
 from csrc_triton.launch import CONFIGS as TABLE
 from csrc_triton.launch import Config, chunk_rows
 from csrc_triton.stream import Configs, StreamBackend, add_target_residual, row_bytes, slab_backward
+from tests.csrc_triton.inputs import twin
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's log2(0), max of nan
 
@@ -50,18 +51,7 @@ SHAPES = [(1, 1, 8), (7, 2, 8), (33, 127, 24), (7, 300, 40), (33, 65, 10)]
 
 def truth(head, rows, keep=None, up=None):
     """fp64 values of the twin and, for upstream gradients, those by hidden, weight and bias."""
-    leaves = [x.double().requires_grad_() for x in (rows.hidden, head.weight, head.bias) if x is not None]
-    out = reference.linear_logprobs(
-        leaves[0],
-        leaves[1],
-        rows.targets,
-        bias=leaves[2] if head.bias is not None else None,
-        temperature=rows.temperature.double(),
-        logit_scale=head.logit_scale,
-        softcap=head.softcap,
-        want_entropy=True,
-        want_sum_sq=True,
-    )
+    leaves, out = twin(head, rows)
     if up is None:
         return out, []
     pairs = [(u, x) for u, x in zip(up, (out.logprobs, out.entropy, out.sum_sq), strict=True) if u is not None]
@@ -328,10 +318,7 @@ def test_bf16():
     check_values(stats, head, rows, expected)
     for slabs in (False, True):
         grads = HeadGrads(torch.zeros(127, 24), None, True)
-        if slabs:
-            dx = slab_backward(head, rows, stats, up, grads, 128, TILE)
-        else:
-            dx = backend.backward(None, up, grads)
+        dx = slab_backward(head, rows, stats, up, grads, 128, TILE) if slabs else backend.backward(None, up, grads)
         assert dx.dtype == torch.float32
         assert relative(dx, exact[0]) < 6e-3 and relative(grads.weight, exact[1]) < 6e-3
 
