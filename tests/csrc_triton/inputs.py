@@ -31,7 +31,7 @@ def relative(got, want):
 
 
 def twin(head, rows, kept=None):
-    """fp64 leaves (hidden, weight and, if there is one, bias) and what the twin makes of them, every output asked for."""
+    """fp64 leaves (hidden, weight and, if there is one, bias), and every output that the twin makes of them."""
     leaves = [x.double().requires_grad_() for x in (rows.hidden, head.weight, head.bias) if x is not None]
     out = reference.linear_logprobs(
         leaves[0],
