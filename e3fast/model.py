@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from e3fast import attention
+from e3fast.attention_plan import AttentionPlan
 from e3fast.config import ModelConfig
 from e3fast.demo_model import DEMO_MODELS, demo_checkpoint
 from e3fast.types import MicroBatch
@@ -79,11 +80,11 @@ def output_head(model: Any) -> OutputHead:
 
 def packed_hidden(model: Any, micro_batch: MicroBatch) -> Tensor:
     """Last hidden states of every token of a packed row, (T, H); segments do not see each other (attention.py)."""
-    plan = attention.plan_attention(micro_batch.cu_seqlens, micro_batch.prefix_of)
+    plan = AttentionPlan(micro_batch.cu_seqlens, micro_batch.prefix_of)
     return trunk(model, micro_batch.token_ids, micro_batch.position_ids, plan)
 
 
-def trunk(model: Any, token_ids: Tensor, position_ids: Tensor, plan: attention.AttentionPlan) -> Tensor:
+def trunk(model: Any, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan) -> Tensor:
     """(T,), (T,) to (T, H)."""
     # A 4-D mask goes through transformers untouched, so no (T, T) one is made; the plan holds what may be seen.
     unused = token_ids.new_zeros(1, 1, 1, 1)
@@ -98,7 +99,7 @@ def check_packing(model: Any) -> None:
     """Refuse a model that does not give packed samples what it gives them alone; two short sequences tell."""
     ids = torch.arange(12, device=model.device) % model.config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(7), torch.arange(5)]).to(model.device)
-    plan = attention.plan_attention(torch.tensor([0, 7, 12], device=model.device), torch.tensor([-1, -1]))
+    plan = AttentionPlan(torch.tensor([0, 7, 12], device=model.device), torch.tensor([-1, -1]))
     packed = trunk(model, ids, positions, plan)[7:]
     alone = model.base_model(input_ids=ids[None, 7:], use_cache=False).last_hidden_state[0]
     off = float((packed - alone).float().norm() / alone.float().norm())
@@ -107,15 +108,9 @@ def check_packing(model: Any) -> None:
 
 
 def check_lengths(model: Any, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuse lengths beyond the model's positions, or its attention window, before anything is sampled."""
+    """Refuse lengths beyond the model's positions before anything is sampled."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and max_prompt_tokens + max_new_tokens > window:
-        raise ValueError(
-            f"data.max_prompt_tokens={max_prompt_tokens} + rollout.max_new_tokens={max_new_tokens} exceed the model's "
-            f"attention window of {window}, which packed attention does not support; lower one of them"
-        )
     if positions is not None and max_prompt_tokens + max_new_tokens > positions:
         raise ValueError(
             f"data.max_prompt_tokens={max_prompt_tokens} + rollout.max_new_tokens={max_new_tokens} exceed the model's "

@@ -6,11 +6,13 @@ Packed equals alone, values and gradients, whatever stands beside.
 import pytest
 import torch
 
-from e3fast import attention
-from e3fast.model import check_lengths, check_packing, packed_hidden
+from e3fast import attention, attention_plan
+from e3fast import model as model_module
+from e3fast.attention_plan import AttentionPlan
+from e3fast.model import check_packing, packed_hidden
 from e3fast.packing import pack
 from tests.samples import make_samples
-from tests.tiny import make_model
+from tests.tiny import FAMILIES, make_family, make_model
 
 SHAPE = [(9, [4, 11, 6]), (1, [5, 5]), (17, [3]), (30, [25, 2, 8, 19])]
 TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-5}  # transformers norms in fp32 whatever the model is
@@ -23,27 +25,74 @@ def packed(samples, sharing):
 
 def alone(model, sample):
     """Plain transformers, one sequence, its own mask."""
-    model.config._attn_implementation = "eager"
     ids = torch.from_numpy(sample.token_ids)[None]
-    out = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-    model.config._attn_implementation = "e3fast"
-    return out
+    model.config._attn_implementation = "eager"
+    try:
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    finally:
+        model.config._attn_implementation = "e3fast"
 
 
-@pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("small_block", [0, attention.SMALL_BLOCK])
-def test_packed_equals_alone(sharing, dtype, small_block, monkeypatch):
-    monkeypatch.setattr(attention, "SMALL_BLOCK", small_block)
-    model, samples = make_model(dtype), make_samples(SHAPE)
-    micro_batch = packed(samples, sharing)
+def check_against_alone(model, samples, micro_batch, tolerance):
     with torch.no_grad():
         hidden = packed_hidden(model, micro_batch)
         for n, i in enumerate(micro_batch.sample_of.tolist()):
             if i >= 0:
                 at = slice(int(micro_batch.cu_seqlens[n]), int(micro_batch.cu_seqlens[n + 1]))
                 want = alone(model, samples[i])[micro_batch.position_ids[at]]
-                torch.testing.assert_close(hidden[at], want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+                torch.testing.assert_close(hidden[at], want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tile", [4, 128])
+@pytest.mark.parametrize("spare", [0, 4096])
+def test_packed_equals_alone(sharing, dtype, tile, spare, monkeypatch):
+    monkeypatch.setattr(attention_plan, "TILE", tile)
+    monkeypatch.setattr(attention_plan, "SPARE", spare)
+    samples = make_samples(SHAPE)
+    check_against_alone(make_model(dtype), samples, packed(samples, sharing), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("tile", [4, 128])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_packed_equals_alone(family, tile, sharing, monkeypatch):
+    """Windows and softcaps too: the samples are longer than the window, and logits reach the cap."""
+    monkeypatch.setattr(attention_plan, "TILE", tile)
+    model, samples = make_family(family), make_samples(SHAPE)
+    check_packing(model)
+    check_against_alone(model, samples, packed(samples, sharing), TOLERANCE[torch.float64])
+
+
+def weigh(hidden, targets):
+    """A number that every asked hidden state moves in its own way."""
+    return (hidden * torch.cos(targets[:, None] * torch.arange(1, hidden.shape[1] + 1))).sum()
+
+
+def gradients(model, total):
+    model.zero_grad()
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("tile, spare", [(4, 4096), (128, 0)])
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_packed_has_the_gradient_of_samples_alone(family, sharing, tile, spare, monkeypatch):
+    monkeypatch.setattr(attention_plan, "TILE", tile)
+    monkeypatch.setattr(attention_plan, "SPARE", spare)
+    model, samples = make_family(family), make_samples(SHAPE)
+    micro_batch = packed(samples, sharing)
+    rows = micro_batch.loss_mask.nonzero()[:, 0]
+    found = gradients(model, weigh(packed_hidden(model, micro_batch)[rows], micro_batch.targets[rows]))
+    asked = [(s, s.num_prompt_tokens) for s in samples]
+    want = gradients(
+        model, sum(weigh(alone(model, s)[p - 1 : -1], torch.from_numpy(s.token_ids[p:])) for s, p in asked)
+    )
+    assert found.keys() == want.keys() and len(want) > 10
+    for name, grad in want.items():
+        torch.testing.assert_close(found[name], grad, atol=1e-6 * float(grad.abs().max()), rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("sharing", [False, True])
@@ -119,27 +168,16 @@ def test_order_of_samples_does_not_matter():
 
 
 def test_what_packed_attention_cannot_do_is_refused():
-    plan = attention.plan_attention(torch.tensor([0, 5]), torch.tensor([-1]))
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("s_aux", "position_bias"):
         with pytest.raises(ValueError, match=f"does not support {name}"):
-            attention.refuse_unknown(plan, {name: 30.0})
-    with pytest.raises(ValueError, match="sliding_window=4"):
-        attention.refuse_unknown(plan, {"sliding_window": 4})
-    attention.refuse_unknown(plan, {"sliding_window": 5, "softcap": None})
+            attention.refuse_unknown({name: 30.0})
+    attention.refuse_unknown({"sliding_window": 5, "softcap": 2.0, "s_aux": None})
 
 
 def test_a_model_that_leaks_when_packed_is_refused(monkeypatch):
     model = make_model()
     check_packing(model)
-    leaky = attention.plan_attention(torch.tensor([0, 12]), torch.tensor([-1]))
-    monkeypatch.setattr(attention, "plan_attention", lambda *args: leaky)
+    leaky = AttentionPlan(torch.tensor([0, 12]), torch.tensor([-1]))
+    monkeypatch.setattr(model_module, "AttentionPlan", lambda *args: leaky)
     with pytest.raises(ValueError, match="other hidden states when samples are packed"):
         check_packing(model)
-
-
-def test_a_window_shorter_than_the_samples_is_refused():
-    model = make_model()
-    model.config.sliding_window = 40
-    check_lengths(model, 20, 20)
-    with pytest.raises(ValueError, match="attention window of 40"):
-        check_lengths(model, 20, 21)
