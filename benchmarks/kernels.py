@@ -28,10 +28,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.memory import keep_freed_memory, reset_peak, resident_mib
+from benchmarks.memory import keep_freed_memory
 from benchmarks.registry import PROVIDERS, Case, Problem, Provider, make_problem, naive, with_rewards
 from benchmarks.results import Row, save, show
 from benchmarks.sparse import real_states
+from e3fast.memory import reset_resident_peak, resident_bytes
 
 REPEATS, DROPPED = 5, 40
 TARGETS = {"time_over_naive": 0.6, "time_over_naive_40pct_dropped": 0.45, "memory_over_naive": 1 / 8}
@@ -92,11 +93,11 @@ def extra_mib(provider: Provider, inputs: Inputs) -> float:
     """In this, a fresh process."""
     problem = inputs.problem()
     call(provider, problem)
-    reset_peak()
-    before = resident_mib("VmRSS")
+    reset_resident_peak()
+    before = resident_bytes()
     found = call(provider, problem)
     gradients = found.hidden.numel() * 2 + found.weight.numel() * (4 if provider.fp32_weight_grad else 2)
-    return resident_mib("VmHWM") - before - gradients / 2**20
+    return (resident_bytes("VmHWM") - before - gradients) / 2**20
 
 
 def in_fresh_process(provider: Provider, inputs: Inputs) -> dict[str, float]:

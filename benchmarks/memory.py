@@ -1,23 +1,8 @@
-"""Resident memory of this process, from the kernel's own books (Linux, glibc)."""
+"""glibc's use of memory, for benchmarks that ask what a time owes to paging. Readings are in e3fast.memory."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
-from pathlib import Path
-
-
-def resident_mib(field: str) -> float:
-    """VmRSS or VmHWM of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
-def reset_peak() -> None:
-    """Forget the peak so far. Freed memory goes back first: what stands before a step is then only what it keeps."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def keep_freed_memory() -> None:

@@ -1,12 +1,14 @@
-"""One training step against TRL's GRPOTrainer: same model, prompts, completions, rewards; both in one run.
+"""One training step: against TRL's GRPOTrainer, with prompt sharing on and off, and by stages.
 
-    python -m benchmarks.step --vs trl [--save]
+    python -m benchmarks.step --vs trl [--save]    same model, prompts, completions, rewards; both in one run
+    python -m benchmarks.step --sharing [--save]   see benchmarks/sharing.py
+    python -m benchmarks.step --stages [--save]    share of the time of each stage of the quickstart's steps
 
-64 completions of 16 tokens (8 prompts x 8), one optimiser step a batch, AdamW, no KL. Each candidate runs in a fresh
-process, one after the other. `update` is the step with stored completions: everything but sampling. `step` samples
-with the candidate's own transformers generation at the same length. Extra memory is the peak of an update above what
-stands before it, when weights, masters and optimizer state are in memory: gradients, activations, logits. Every group
-has signal, so nothing of ours is skipped for want of it.
+Against TRL: 64 completions of 16 tokens (8 prompts x 8), one optimiser step a batch, AdamW, no KL. Each candidate runs
+in a fresh process, one after the other. `update` is the step with stored completions: everything but sampling. `step`
+samples with the candidate's own transformers generation at the same length. Extra memory is the peak of an update above
+what stands before it, when weights, masters and optimizer state are in memory: gradients, activations, logits. Every
+group has signal, so nothing of ours is skipped for want of it.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
-from benchmarks.memory import reset_peak, resident_mib
+from benchmarks import sharing
 from benchmarks.results import Row, save, show
 from e3fast.machine import set_threads
+from e3fast.memory import reset_resident_peak, resident_bytes
 
 GROUPS, SIZE, LENGTH, WARM, REPEATS = 8, 8, 16, 1, 5
+STAGE_WARM, STAGE_STEPS = 2, 8
+QUICKSTART = Path(__file__).parents[1] / "runs" / "quickstart.toml"
 TRL_SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},  # fp32 with gradient checkpointing
     "fp32-no-checkpointing": {"gradient_checkpointing": False},
@@ -62,12 +68,12 @@ def timed(call: Any, repeats: int) -> dict[str, Any]:
         call()
     seconds, extra = [], []
     for _ in range(repeats):
-        reset_peak()
-        before, start = resident_mib("VmRSS"), time.perf_counter()
+        reset_resident_peak()
+        before, start = resident_bytes(), time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-        extra.append(resident_mib("VmHWM") - before)
-    return {"seconds": seconds, "extra_mib": extra, "peak_mib": resident_mib("VmHWM")}
+        extra.append((resident_bytes("VmHWM") - before) / 2**20)
+    return {"seconds": seconds, "extra_mib": extra}
 
 
 def run_e3fast(part: str) -> dict[str, Any]:
@@ -146,12 +152,12 @@ def run_trl(setting: str, part: str) -> dict[str, Any]:
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            reset_peak()
-            marks["before"], marks["start"] = resident_mib("VmRSS"), time.perf_counter()
+            reset_resident_peak()
+            marks["before"], marks["start"] = resident_bytes(), time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             marks["seconds"].append(time.perf_counter() - marks["start"])
-            marks["extra_mib"].append(resident_mib("VmHWM") - marks["before"])
+            marks["extra_mib"].append((resident_bytes("VmHWM") - marks["before"]) / 2**20)
 
     more: dict[str, Any] = (
         {"bf16": False} | knobs | ({"generation_kwargs": {"min_new_tokens": LENGTH}} if part == "step" else {})
@@ -183,7 +189,7 @@ def run_trl(setting: str, part: str) -> dict[str, Any]:
         **extra,
     )
     trainer.train()
-    return {name: marks[name][WARM:] for name in ("seconds", "extra_mib")} | {"peak_mib": resident_mib("VmHWM")}
+    return {name: marks[name][WARM:] for name in ("seconds", "extra_mib")}
 
 
 def measure(provider: str, part: str) -> dict[str, Any]:
@@ -246,23 +252,61 @@ def missed(rows: list[Row]) -> list[str]:
     return out
 
 
+def stages() -> list[Row]:
+    """The quickstart's first steps, nothing evaluated: each stage's share of a step, and what an update is made of."""
+    import dataclasses
+
+    from e3fast.config import load_config
+    from e3fast.runlog import read_metrics
+    from e3fast.train import train
+
+    config = load_config(QUICKSTART)
+    folder = Path(tempfile.mkdtemp()) / "run"
+    train(
+        dataclasses.replace(
+            config,
+            output_dir=str(folder),
+            train=dataclasses.replace(config.train, steps=STAGE_WARM + STAGE_STEPS),
+            eval=dataclasses.replace(config.eval, num_prompts=0),
+        )
+    )
+    shares: dict[str, list[float]] = {}
+    for step in read_metrics(folder)[STAGE_WARM:]:
+        stage = {key.removeprefix("seconds/"): v for key, v in step.items() if key.startswith("seconds/")}
+        inside = {f"update_{kind}": step.get(f"fit/{kind}_seconds") or 0.0 for kind in ("trained", "scored")}
+        for name, spent in (stage | inside).items():
+            shares.setdefault(name, []).append(100 * spent / sum(stage.values()))
+    return [Row("quickstart", "e3fast", f"{name}_share_pct", values, "%") for name, values in shares.items()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--vs", choices=["trl"], default="trl")
-    parser.add_argument("--save", action="store_true", help="append to benchmarks/results/step.csv")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--vs", choices=["trl"])
+    kind.add_argument("--sharing", action="store_true")
+    kind.add_argument("--stages", action="store_true")
+    kind.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true", help="append to benchmarks/results/")
     args = parser.parse_args()
     set_threads()
     if args.one:
         found = run_e3fast(args.part) if args.one == "e3fast" else run_trl(args.one.removeprefix("trl:"), args.part)
         print(json.dumps(found))
         return 0
-    rows = compare_trl()
-    show("step", rows)
+    name, rows, failed = "step", [], []
+    if args.stages:
+        rows = stages()
+    elif args.sharing:
+        name, rows = "sharing", [row for case in sharing.CASES for row in sharing.measure(case)]
+        failed = sharing.missed(rows)
+    else:
+        rows = compare_trl()
+        failed = missed(rows)
+    show(name, rows)
     if args.save:
-        save("step", rows)
-    for line in (failed := missed(rows)):
+        save(name, rows)
+    for line in failed:
         print(f"missed: {line}")
     return 1 if failed else 0
 

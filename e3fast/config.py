@@ -131,6 +131,22 @@ class TrainConfig:
     """Prompts B drawn each step."""
     tokens_per_micro_batch: int = 4096
     """Hard cap on the tokens of a micro-batch; peak memory follows it."""
+    forward_tokens_per_micro_batch: int = 0
+    """Hard cap of micro-batches without a backward pass; 0 = twice tokens_per_micro_batch."""
+    over_long: Literal["refuse", "own_bin", "cut"] = "refuse"
+    """Samples longer than tokens_per_micro_batch, where prompts and completions may be.
+
+    An error at start; a micro-batch of their own, up to hard_cap; or the completion's tail is cut, and counted.
+    """
+    hard_cap: int = 0
+    """Tokens of the longest sample with a micro-batch of its own, for over_long "own_bin"."""
+    probe_memory: bool = True
+    """Run a full micro-batch before step 1, so that a cap that memory does not hold fails there."""
+    deterministic: bool = True
+    """Let micro-batches follow from lengths alone.
+
+    Off, they also follow from measured times, which differ from run to run.
+    """
     share_prompts: bool = True
     """Compute a prompt once for the completions of its group that meet in a micro-batch (same values and gradients)."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
@@ -172,6 +188,18 @@ class TrainConfig:
             "probe_every",
         ):
             check(getattr(self, name) >= 0, f"train.{name}", ">= 0", getattr(self, name))
+        cap = self.tokens_per_micro_batch
+        check(
+            self.forward_tokens_per_micro_batch >= 0,
+            "train.forward_tokens_per_micro_batch",
+            ">= 0",
+            self.forward_tokens_per_micro_batch,
+        )
+        if (self.over_long == "own_bin") != (self.hard_cap > 0):
+            raise ValueError('train.hard_cap and train.over_long = "own_bin" need each other')
+        check(
+            not self.hard_cap or self.hard_cap > cap, "train.hard_cap", f"> tokens_per_micro_batch={cap}", self.hard_cap
+        )
         check(self.max_grad_norm > 0, "train.max_grad_norm", "> 0", self.max_grad_norm)
         check(all(0 <= b < 1 for b in self.betas), "train.betas", "in [0, 1)", self.betas)
 

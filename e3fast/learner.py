@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from csrc_triton import linear_grpo_loss, linear_logprobs
 from csrc_triton.losses import TokenLoss
 from e3fast.config import TrainConfig
+from e3fast.memory import OutOfMemory, PeakMeter, Trial, is_out_of_memory
 from e3fast.model import output_head, packed_hidden
 from e3fast.objective import token_loss
 from e3fast.types import Batch, LossParams, MicroBatch, StepStats
@@ -26,6 +29,12 @@ class Learner(Protocol):
     num_ranks: int
 
     def update(self, batch: Batch, loss: LossParams, probe: bool = False) -> StepStats: ...
+
+    def allocate(self) -> None: ...
+
+    def trial(self, micro_batch: MicroBatch, backward: bool) -> Trial: ...
+
+    def drop_gradients(self) -> None: ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -48,6 +57,7 @@ class Totals:
     ratio_max: float = 0.0
     probe: tuple[float, float] = (math.nan, math.nan)
     tokens: dict[str, int] = field(default_factory=lambda: {"trained": 0, "scored": 0})
+    seconds: dict[str, tuple[float, ...]] = field(default_factory=lambda: {"trained": (), "scored": ()})
 
     def add(self, micro_batch: MicroBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, kind: str) -> None:
         counted, asked = micro_batch.entropy_mask[rows], micro_batch.loss_mask[rows]
@@ -80,6 +90,8 @@ class Totals:
             mismatch_max=self.gap_max,
             trained_tokens=self.tokens["trained"],
             scored_tokens=self.tokens["scored"],
+            trained_seconds=self.seconds["trained"],
+            scored_seconds=self.seconds["scored"],
             stepped=stepped,
         )
 
@@ -110,17 +122,81 @@ class LocalLearner:
         """Forward and backward over all micro-batches, one clipped optimizer step. Without signal nothing changes.
 
         `probe` also measures, before the step, how the entropy of one micro-batch answers the temperature.
+        OutOfMemory where a micro-batch does not fit: the gradients so far are dropped, and nothing has changed.
         """
-        totals, formula = Totals(), token_loss(loss)
-        first = next(iter((*batch.micro_batches[0], *batch.forward_only[0])), None)
-        if probe and first is not None:
-            totals.probe = self.probe(to_device(first, self.device))
-        for micro_batch in batch.forward_only[0]:
-            self.score(to_device(micro_batch, self.device), totals)
-        for micro_batch in batch.micro_batches[0]:
-            self.backward(to_device(micro_batch, self.device), formula, totals)
-        grad_norm, stepped = self.step() if batch.micro_batches[0] else (0.0, False)
+        totals = Totals()
+        scored, trained = batch.forward_only[0], batch.micro_batches[0]
+        first = next(iter((*trained, *scored)), None) if probe else None
+        self.accumulate(first, scored, trained, token_loss(loss), totals)
+        grad_norm, stepped = self.step() if trained else (0.0, False)
         return totals.stats(grad_norm, stepped, output_head(self.model).weight.shape[0])
+
+    def accumulate(
+        self,
+        probed: MicroBatch | None,
+        scored: Sequence[MicroBatch],
+        trained: Sequence[MicroBatch],
+        formula: TokenLoss,
+        totals: Totals,
+    ) -> None:
+        failed = ""
+        try:
+            if probed is not None:
+                totals.probe = self.probe(to_device(probed, self.device))
+            totals.seconds["scored"] = self.timed(lambda m: self.score(m, totals), scored)
+            totals.seconds["trained"] = self.timed(lambda m: self.backward(m, formula, totals), trained)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = (str(error).splitlines() or [type(error).__name__])[0]
+        if failed:  # only now: the error's traceback held the activations
+            self.drop_gradients()
+            raise OutOfMemory(failed)
+
+    def timed(self, work: Callable[[MicroBatch], None], micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
+        """Seconds of each; on a GPU by events, so that nothing waits before the last."""
+        marks = [mark(self.device)]
+        for micro_batch in micro_batches:
+            work(to_device(micro_batch, self.device))
+            marks.append(mark(self.device))
+        return seconds_between(marks, self.device)
+
+    def allocate(self) -> None:
+        """Let gradients and optimizer state stand before the first step, so that memory is measured beside them.
+
+        The optimizer steps once with gradients and learning rate 0, and forgets that it did.
+        """
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        self.optimizer.param_groups[0]["lr"] = 0.0
+        self.optimizer.step()
+        for state in self.optimizer.state.values():
+            state["step"].zero_()
+
+    def trial(self, micro_batch: MicroBatch, backward: bool) -> Trial:
+        """Seconds and peak memory of one micro-batch; its gradients stay until `drop_gradients`. Can be OutOfMemory."""
+        meter, totals = PeakMeter(self.device), Totals()
+        meter.start()
+        scored, trained = ((), (micro_batch,)) if backward else ((micro_batch,), ())
+        self.accumulate(None, scored, trained, token_loss(LossParams()), totals)
+        (seconds,) = totals.seconds["trained" if backward else "scored"]
+        return Trial(micro_batch.num_tokens, seconds, meter.read())
+
+    def standing_bytes(self) -> dict[str, int]:
+        """Bytes of what stands between micro-batches, with gradients and after the first step."""
+        size = lambda tensors: sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # noqa: E731
+        masters = size(self.masters)
+        return {
+            "weights": size(self.model.parameters()),
+            "masters": 0 if self.own_masters else masters,
+            "gradients": masters,
+            "optimizer": 2 * masters,
+        }
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch, totals: Totals) -> None:
@@ -239,6 +315,22 @@ def move_gradient(master: Tensor) -> Any:
         param.grad = None
 
     return hook
+
+
+def mark(device: torch.device) -> Any:
+    """A point in a device's time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(marks: Sequence[Any], device: torch.device) -> tuple[float, ...]:
+    if device.type != "cuda":
+        return tuple(b - a for a, b in pairwise(marks))
+    torch.cuda.synchronize(device)
+    return tuple(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:

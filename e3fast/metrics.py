@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from e3fast.planning import plan_metrics
 from e3fast.types import VERDICTS, Batch, Group, StepContext, StepStats
 
 
@@ -107,15 +108,16 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
 
 
 def packing_metrics(batch: Batch) -> dict[str, float | int]:
-    """How well the micro-batches of all ranks, with and without backward pass, are used."""
+    """How well micro-batches are used: all ranks' with and without a backward pass; under packing/ those with one."""
     plans = (batch.plan, batch.forward_plan)
     laid_out = sum(plan.num_tokens for plan in plans)
     room = sum(plan.num_ranks * plan.num_slots * plan.cap for plan in plans)
-    unshared = sum(plan.num_unshared_tokens for plan in plans)
+    unshared = sum(plan.unshared_tokens for plan in plans)
     return {
-        "micro_batches": sum(len(rank) for rank in (*batch.micro_batches, *batch.forward_only)),
+        "micro_batches": sum(plan.num_ranks * plan.num_slots for plan in plans),
         "fill": laid_out / room if room else math.nan,
         "prompt_work_saved": 1 - laid_out / unshared if unshared else 0.0,
+        **{f"packing/{name}": value for name, value in plan_metrics(batch.plan).items()},
     }
 
 

@@ -1,4 +1,4 @@
-"""Samples into micro-batches under a hard token cap, with the same number of them on every rank.
+"""Samples into the tensors of micro-batches, as planning.py lays them out: under a hard cap, as many on every rank.
 
 A fragment is what is laid out together: one sample, or samples of one group behind their shared prompt prefix. With
 sharing the prefix is the prompt less its last token, computed once; each suffix starts with that last token again, so
@@ -10,15 +10,18 @@ Letters: P prompt tokens, L tokens of a sample, T tokens of a micro-batch, N seg
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from e3fast.types import Batch, MicroBatch, PackingPlan, Sample
+from e3fast.planning import plan_packing
+from e3fast.types import Batch, Coefficients, MicroBatch, PackingPlan, Sample
 
 IGNORED = -100
+EVEN = Coefficients(c0=0.0, a=1.0, b=0.0)  # every token costs the same
 Fragment = tuple[int, ...]  # sample indices, in order; two or more share a prefix
 
 
@@ -28,106 +31,82 @@ def pack(
     tokens_per_micro_batch: int,
     num_ranks: int,
     *,
+    coefficients: Coefficients | None = None,
+    forward_coefficients: Coefficients | None = None,
     sharing: bool = True,
     score_all: bool = True,
+    forward_cap: int | None = None,
+    hard_cap: int | None = None,
 ) -> Batch:
     """One optimiser step's samples as micro-batches; `weights` (one a sample) weigh its loss tokens.
 
     Samples whose advantages are all zero get no backward pass: they go into `forward_only`, for their entropy, or with
-    `score_all` off nowhere. Samples without a loss token are not packed. ValueError for a sample longer than the cap.
+    `score_all` off nowhere. Samples without a loss token are not packed. Micro-batches without a backward pass have
+    their own cap and costs; without them, those of the others. Samples over the cap have a micro-batch to themselves,
+    up to `hard_cap`; ValueError for a longer one.
     """
+    costs = coefficients or EVEN
     asked = [i for i, sample in enumerate(samples) if sample.num_loss_tokens]
     trained = [i for i in asked if samples[i].has_signal]
     scored = [i for i in asked if score_all and not samples[i].has_signal]
-    plans = [plan_packing(samples, chosen, num_ranks, tokens_per_micro_batch, sharing) for chosen in (trained, scored)]
-    built = [[[build(samples, weights, fragments) for fragments in rank] for rank in plan.bins] for plan in plans]
+    cap, wide = tokens_per_micro_batch, forward_cap or tokens_per_micro_batch
+    plan = plan_chosen(samples, trained, num_ranks, cap, costs, sharing, hard_cap)
+    longest = max(wide, hard_cap or 0)
+    forward_plan = plan_chosen(samples, scored, num_ranks, wide, forward_coefficients or costs, sharing, longest)
     return Batch(
-        micro_batches=tuple(map(tuple, built[0])),
-        forward_only=tuple(map(tuple, built[1])),
+        micro_batches=build_all(samples, weights, plan),
+        forward_only=build_all(samples, weights, forward_plan),
         num_loss_tokens=sum(samples[i].num_loss_tokens for i in asked),
         num_sequences=len(asked),
         num_groups=len({samples[i].group for i in asked}),
-        plan=plans[0],
-        forward_plan=plans[1],
+        plan=plan,
+        forward_plan=forward_plan,
     )
 
 
-def plan_packing(
-    samples: Sequence[Sample], chosen: Sequence[int], num_ranks: int, cap: int, sharing: bool
+def plan_chosen(
+    samples: Sequence[Sample],
+    chosen: Sequence[int],
+    num_ranks: int,
+    cap: int,
+    coefficients: Coefficients,
+    sharing: bool,
+    hard_cap: int | None,
 ) -> PackingPlan:
-    """Longest fragment first into the least filled bin with room.
+    """The plan of some of the samples; its bins hold their indices among all of them."""
+    prompts = [samples[i].num_prompt_tokens for i in chosen]
+    lengths = [(p, len(samples[i].token_ids) - p) for i, p in zip(chosen, prompts, strict=True)]
+    labels: dict[tuple[int, bytes], int] = {}  # the prompt's tokens are part of the key: only equal prefixes are shared
+    keys = [(samples[i].group, samples[i].token_ids[:p].tobytes()) for i, p in zip(chosen, prompts, strict=True)]
+    groups = [labels.setdefault(key, len(labels)) for key in keys]
+    plan = plan_packing(lengths, groups, num_ranks, cap, coefficients, sharing=sharing, hard_cap=hard_cap)
+    bins = tuple(tuple(tuple(tuple(chosen[i] for i in own) for own in kept) for kept in rank) for rank in plan.bins)
+    return replace(plan, bins=bins)
 
-    One more micro-batch a rank while something does not fit.
+
+def build_all(
+    samples: Sequence[Sample], weights: Sequence[float], plan: PackingPlan
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    return tuple(tuple(build(samples, weights, fragments) for fragments in rank) for rank in plan.bins)
+
+
+def cut_overlong(samples: Sequence[Sample], cap: int) -> tuple[list[Sample], int]:
+    """Samples with the tail of completions beyond `cap` tokens cut off, and how many were cut.
+
+    Advantages stay as they are. Loss weights are to be taken after it. ValueError where a prompt leaves no room.
     """
-    for i in chosen:
-        if len(samples[i].token_ids) > cap:
-            raise ValueError(
-                f"a sample of {len(samples[i].token_ids)} tokens exceeds train.tokens_per_micro_batch={cap}"
-            )
-    fragments = cut_fragments(samples, chosen, cap, sharing)
-    sizes = [fragment_tokens(samples, fragment) for fragment in fragments]
-    order = sorted(range(len(fragments)), key=lambda f: -sizes[f])
-    num_slots = -(-sum(sizes) // (cap * num_ranks))
-    while (bins := place(order, sizes, num_slots * num_ranks, cap)) is None:
-        num_slots += 1
-    # Heaviest bins first, dealt so that the bins that meet in a slot are alike.
-    filled = sorted(bins, key=lambda b: -sum(sizes[f] for f in b))
-    dealt = [
-        [tuple(fragments[f] for f in filled[s * num_ranks + r]) for s in range(num_slots)] for r in range(num_ranks)
-    ]
-    filler = sum(1 for b in bins if not b)
-    return PackingPlan(
-        num_ranks=num_ranks,
-        cap=cap,
-        bins=tuple(map(tuple, dealt)),
-        num_tokens=sum(sizes) + filler,
-        num_unshared_tokens=sum(len(samples[i].token_ids) for i in chosen) + filler,
-    )
+    cut = [cut_sample(sample, cap) if len(sample.token_ids) > cap else sample for sample in samples]
+    return cut, sum(len(sample.token_ids) > cap for sample in samples)
 
 
-def place(order: Sequence[int], sizes: Sequence[int], num_bins: int, cap: int) -> list[list[int]] | None:
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    load = [0] * num_bins
-    for f in order:
-        b = min(range(num_bins), key=load.__getitem__)
-        if load[b] + sizes[f] > cap:
-            return None
-        bins[b].append(f)
-        load[b] += sizes[f]
-    return bins
-
-
-def cut_fragments(samples: Sequence[Sample], chosen: Sequence[int], cap: int, sharing: bool) -> list[Fragment]:
-    """Samples alone, or groups cut so that a prefix and its suffixes fill at most half the cap and never exceed it."""
-    if not sharing:
-        return [(i,) for i in chosen]
-    groups: dict[tuple[int, bytes], list[int]] = {}
-    for i in chosen:  # the prompt's tokens are part of the key: only equal prefixes are shared
-        prompt = samples[i].token_ids[: samples[i].num_prompt_tokens]
-        groups.setdefault((samples[i].group, prompt.tobytes()), []).append(i)
-    return [fragment for members in groups.values() for fragment in cut_group(samples, members, cap)]
-
-
-def cut_group(samples: Sequence[Sample], members: Sequence[int], cap: int) -> list[Fragment]:
-    prefix = samples[members[0]].num_prompt_tokens - 1
-    if prefix < 1 or len(members) < 2:
-        return [(i,) for i in members]
-    fragments: list[list[int]] = []
-    used = cap + 1
-    for i in members:
-        suffix = len(samples[i].token_ids) - prefix
-        if used + suffix > max(cap // 2, prefix + suffix):
-            fragments.append([])
-            used = prefix
-        fragments[-1].append(i)
-        used += suffix
-    return [tuple(fragment) for fragment in fragments]
-
-
-def fragment_tokens(samples: Sequence[Sample], fragment: Fragment) -> int:
-    """Tokens laid out: the prefix once, every suffix by itself."""
-    shared = (len(fragment) - 1) * (samples[fragment[0]].num_prompt_tokens - 1)
-    return sum(len(samples[i].token_ids) for i in fragment) - shared
+def cut_sample(sample: Sample, cap: int) -> Sample:
+    if sample.num_prompt_tokens >= cap:
+        raise ValueError(
+            f"a prompt of {sample.num_prompt_tokens} tokens leaves no room for a completion under "
+            f"train.tokens_per_micro_batch={cap}"
+        )
+    names = ("token_ids", "loss_mask", "entropy_mask", "advantages", "rollout_logprobs", "temperatures")
+    return replace(sample, **{name: getattr(sample, name)[:cap] for name in names})
 
 
 class Segment(NamedTuple):

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from e3fast import machine
+from e3fast.allocator import Allocator
 from e3fast.checkpoint import load_checkpoint, save_checkpoint
 from e3fast.config import RunConfig
 from e3fast.config_text import config_text
+from e3fast.costs import model_coefficients
 from e3fast.evaluate import evaluate
 from e3fast.learner import LocalLearner
 from e3fast.methods import check_methods
@@ -32,6 +34,7 @@ from e3fast.rewards.workers import RewardPool
 from e3fast.rollout.transformers import TransformersEngine
 from e3fast.runlog import RunLog, read_evals, read_metrics, replace_file
 from e3fast.streams import stream_key, uniforms
+from e3fast.trials import Trials, try_caps
 from e3fast.types import Prompt
 
 FAILED_ALARM = 0.01  # share of a step's rollouts without a verdict from which the user is told: a model can learn it
@@ -47,6 +50,7 @@ class Session:
         self.held_out, self.pool = held_out, PromptPool(loaded.prompts, config.seed)
         check_room(config, len(loaded.prompts))
         self.learner = LocalLearner(self.model, config.train, device)
+        self.allocator = Allocator(config.train, model_coefficients(self.model.config.get_text_config()))
         self.engine = TransformersEngine(self.model, self.tokenizer, config.rollout.max_sequences)
         self.next_step, self.generated_tokens, self.seconds = 0, 0, 0.0
         self.interrupted = False
@@ -56,6 +60,7 @@ class Session:
             notes.append("no [[data.held_out]] source: nothing is evaluated before and after")
         for method in config.methods:
             notes += method.start(config, len(loaded.prompts))
+        notes += self.confirm_caps()
         if config.resume:
             self.restore()
         self.write_facts()
@@ -63,6 +68,15 @@ class Session:
         for note in notes:
             self.bar.note(note)
         self.started = time.perf_counter() - self.seconds
+
+    def confirm_caps(self) -> list[str]:
+        """Run full micro-batches before anything is sampled. ValueError where memory does not hold them."""
+        config = self.config
+        if not config.train.probe_memory:
+            return []
+        trials = Trials(self.learner, self.model.config.get_text_config().vocab_size, self.allocator.trained)
+        plan = try_caps(self.learner, config.train, self.allocator.forward_cap, longest_sample(config), trials)
+        return [plan.describe(config.train.tokens_per_micro_batch)] if plan else []
 
     @property
     def finished(self) -> bool:
@@ -131,6 +145,7 @@ class Session:
             "seconds": self.seconds,
             "pool": self.pool.state(),
             "methods": [method.state() for method in self.config.methods],
+            "allocator": self.allocator.state(),
             "model": self.config.model.name,
         }
         save_checkpoint(self.folder / "checkpoint", self.model, self.tokenizer, self.learner.state(), state)
@@ -142,6 +157,7 @@ class Session:
             raise ValueError(f"the checkpoint in {self.folder} was made with another model or other methods")
         self.learner.load_state(learner)
         self.pool.restore(state["pool"])
+        self.allocator.restore(state["allocator"])
         for method, saved in zip(self.config.methods, state["methods"], strict=True):
             method.restore(saved)
         self.next_step, self.generated_tokens = state["next_step"], state["generated_tokens"]
@@ -231,11 +247,25 @@ def check_room(config: RunConfig, num_prompts: int) -> None:
     if batch > num_prompts:
         raise ValueError(f"train.prompts_per_step={batch} is more than the {num_prompts} prompts of the training pool")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > cap:
+    largest = config.train.hard_cap or cap
+    if config.train.over_long == "cut":
+        if config.data.max_prompt_tokens >= cap:
+            raise ValueError(
+                f"data.max_prompt_tokens={config.data.max_prompt_tokens} leaves no room for a completion under "
+                f"train.tokens_per_micro_batch={cap}; raise one or lower the other"
+            )
+    elif longest > largest:
+        name = "hard_cap" if config.train.hard_cap else "tokens_per_micro_batch"
         raise ValueError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} exceed train.tokens_per_micro_batch={cap}; "
-            "raise it or lower one of them"
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} exceed train.{name}={largest}; "
+            "raise it, lower one of them, or set train.over_long"
         )
+
+
+def longest_sample(config: RunConfig) -> int:
+    """Tokens of the longest sample that can meet other ones in a micro-batch."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return min(longest, config.train.tokens_per_micro_batch)
 
 
 def data_notes(loaded: LoadedPrompts) -> list[str]:

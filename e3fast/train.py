@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from e3fast.advantages import make_samples
+from e3fast.allocator import Allocator
 from e3fast.config import RunConfig
 from e3fast.evaluate import Scorer
 from e3fast.learner import Learner
 from e3fast.methods import Method
 from e3fast.metrics import StageClock, step_metrics
 from e3fast.objective import loss_weights
-from e3fast.packing import pack
 from e3fast.prompts import PromptPool
 from e3fast.report import write_report
 from e3fast.requests import draw, make_context
@@ -29,8 +29,16 @@ def train(config: RunConfig) -> bool:
             session.evaluate(step=0)
         while not session.finished:
             ctx = make_context(config, session.pool, session.next_step)
-            learner, engine = session.learner, session.engine
-            metrics = train_step(ctx, config, session.pool, session.scorer, learner, engine, session.log)
+            metrics = train_step(
+                ctx,
+                config,
+                session.pool,
+                session.scorer,
+                session.allocator,
+                session.learner,
+                session.engine,
+                session.log,
+            )
             session.end_step(metrics)
         session.save()
         if not session.interrupted:
@@ -44,6 +52,7 @@ def train_step(
     config: RunConfig,
     pool: PromptPool,
     scorer: Scorer,
+    allocator: Allocator,
     learner: Learner,
     engine: Engine,
     log: RunLog,
@@ -66,19 +75,18 @@ def train_step(
 
     # 3. credit, loss, packing
     with clock("pack"):
-        samples = make_samples(kept, config.train.advantage)
+        samples, num_cut = allocator.trim(make_samples(kept, config.train.advantage))
         loss = config.loss
         for method in methods:
             loss = method.tune(ctx, loss)
         weights = loss_weights(samples, loss, config.rollout.max_new_tokens)
-        cap, sharing = config.train.tokens_per_micro_batch, config.train.share_prompts
-        score_all = config.train.entropy_rows == "all"
-        batch = pack(samples, weights, cap, learner.num_ranks, sharing=sharing, score_all=score_all)
+        batch = allocator.pack(samples, weights, learner.num_ranks)
 
-    # 4. update
+    # 4. update; where memory runs out, packed again into smaller micro-batches
     with clock("update"):
         every = config.train.probe_every
-        stats = learner.update(batch, loss, probe=bool(every) and ctx.step % every == 0)
+        probe = bool(every) and ctx.step % every == 0
+        batch, stats = allocator.update(learner, batch, samples, weights, loss, probe)
 
     # 5. hand the new weights over; let the methods learn from the step
     with clock("sync"):
@@ -87,7 +95,7 @@ def train_step(
         method.observe(ctx, kept, stats)
     log.write_rollouts(ctx.step, groups)
     seconds = {f"seconds/{stage}": spent for stage, spent in clock.take().items()}
-    return step_metrics(ctx, groups, batch, stats) | seconds
+    return step_metrics(ctx, groups, batch, stats) | allocator.report() | {"samples_cut": num_cut} | seconds
 
 
 def roll_out(

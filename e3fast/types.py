@@ -153,24 +153,43 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Cost of a micro-batch: c0 + a T + head C + b Q + window_b Q_w, in any one unit (FLOP, seconds).
+
+    T tokens laid out, C completion tokens among them, Q the sum of squared lengths: L^2 for a sample alone, and
+    q^2 + sum((q + u)^2 - q^2) for suffixes of u tokens behind a shared prefix of q. Q_w is the same sum with
+    L^2 replaced by 2 L w - w^2 where L exceeds the sliding window w.
+    """
+
+    c0: float
+    a: float
+    b: float
+    head: float = 0.0
+    window_b: float = 0.0
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PackingPlan:
     """Where every sample goes: `bins[rank][slot]` lists fragments, each a tuple of sample indices behind one prefix."""
 
     num_ranks: int
     cap: int
-    bins: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
-    num_tokens: int  # laid out, prefixes once a fragment, filler included
-    num_unshared_tokens: int  # what the same samples would take without prompt sharing
+    coefficients: Coefficients
+    bins: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]  # an empty one is filler
+    tokens: tuple[tuple[int, ...], ...]  # [rank][slot] laid out: prefixes once a fragment; 1 in a bin of filler
+    costs: tuple[tuple[float, ...], ...]  # [rank][slot] without c0
+    unshared_tokens: int  # what the same samples and filler would take without prompt sharing, and cost
+    unshared_cost: float
+    digest: str  # of lengths, groups, ranks, cap, coefficients and placement
 
     @property
     def num_slots(self) -> int:
         return len(self.bins[0]) if self.bins else 0
 
     @property
-    def fill(self) -> float:
-        """Share of the laid-out capacity that holds tokens."""
-        room = self.num_ranks * self.num_slots * self.cap
-        return self.num_tokens / room if room else 0.0
+    def num_tokens(self) -> int:
+        return sum(map(sum, self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +259,8 @@ class StepStats:
     trained_tokens: int  # laid out in micro-batches with a backward pass
     scored_tokens: int  # laid out in forward-only micro-batches
     stepped: bool  # False where no sample had signal and nothing changed
+    trained_seconds: tuple[float, ...] = field(compare=False)  # of each slot with a backward pass
+    scored_seconds: tuple[float, ...] = field(compare=False)  # of each forward-only slot
 
 
 @dataclass(slots=True)

@@ -62,4 +62,6 @@ def stats(entropy: float = 1.0, num_classes: int = 151936) -> StepStats:
         trained_tokens=1,
         scored_tokens=0,
         stepped=True,
+        trained_seconds=(1.0,),
+        scored_seconds=(),
     )

@@ -17,6 +17,7 @@ from e3fast.runlog import RunLog, read_evals, read_metrics, read_rollouts, reada
 from e3fast.types import (
     VERDICTS,
     Batch,
+    Coefficients,
     FinishReason,
     Group,
     PackingPlan,
@@ -61,9 +62,22 @@ def make_context(groups: list[Group], step: int = 0) -> StepContext:
 
 
 def make_batch() -> Batch:
-    plan = PackingPlan(num_ranks=1, cap=100, bins=((((0, 1),),),), num_tokens=60, num_unshared_tokens=80)
-    scored = PackingPlan(num_ranks=1, cap=100, bins=((((2,),),),), num_tokens=15, num_unshared_tokens=20)
-    return Batch(((),), ((),), 10, 3, 2, plan, scored)
+    return Batch(((),), ((),), 10, 3, 2, make_plan((0, 1), 60, 80), make_plan((2,), 15, 20))
+
+
+def make_plan(fragment: tuple[int, ...], tokens: int, unshared: int) -> PackingPlan:
+    """One micro-batch of one fragment, under a cap of 100 tokens, two units of cost each."""
+    return PackingPlan(
+        num_ranks=1,
+        cap=100,
+        coefficients=Coefficients(c0=0.0, a=2.0, b=0.0),
+        bins=(((fragment,),),),
+        tokens=((tokens,),),
+        costs=((2.0 * tokens,),),
+        unshared_tokens=unshared,
+        unshared_cost=2.0 * unshared,
+        digest="",
+    )
 
 
 def make_stats(entropy: float = 0.7) -> StepStats:
@@ -81,6 +95,8 @@ def make_stats(entropy: float = 0.7) -> StepStats:
         mismatch_max=1e-3,
         trained_tokens=60,
         scored_tokens=15,
+        trained_seconds=(0.5,),
+        scored_seconds=(0.2,),
         stepped=True,
     )
 
@@ -104,6 +120,9 @@ def test_hand_counted_step() -> None:
     assert (metrics["group_size_min"], metrics["group_size_mean"], metrics["group_size_max"]) == (1, 7 / 4, 3)
     assert metrics["temperature"] == pytest.approx((3 * 1.5 + 4) / 7)
     assert metrics["fill"] == pytest.approx(75 / 200) and metrics["prompt_work_saved"] == pytest.approx(0.25)
+    assert metrics["micro_batches"] == 2 and metrics["packing/num_micro_batches"] == 1
+    assert metrics["packing/fill"] == pytest.approx(0.6) and metrics["packing/prompt_work_saved"] == pytest.approx(0.25)
+    assert metrics["packing/lockstep_efficiency"] == 1.0 and metrics["packing/sharing_active"] is True
 
 
 def test_laws_on_random_groups() -> None:

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from e3fast.packing import filler, pack
+from e3fast.packing import cut_overlong, filler, pack
+from e3fast.types import Coefficients
 from tests.samples import make_samples
 
 groups = st.lists(
@@ -19,20 +20,38 @@ groups = st.lists(
 )
 
 
-@given(groups, st.integers(1, 4), st.floats(1, 4), st.booleans(), st.sets(st.integers(0, 7)))
+costs = st.builds(Coefficients, c0=st.floats(0, 50), a=st.just(1.0), b=st.floats(0, 0.1), head=st.floats(0, 1))
+
+
+@given(
+    groups, st.integers(1, 4), st.floats(0.5, 4), costs, st.booleans(), st.sets(st.integers(0, 7)), st.floats(0.5, 2)
+)
 @settings(max_examples=120, deadline=None)
-def test_laws(shape, num_ranks, stretch, sharing, zero):
+def test_laws(shape, num_ranks, stretch, coefficients, sharing, zero, wider):
     samples = make_samples(shape, zero_groups=zero)
-    cap = int(stretch * max((len(s.token_ids) for s in samples), default=5))
-    batch = pack(samples, [float(i + 1) for i in range(len(samples))], cap, num_ranks, sharing=sharing)
+    longest = max((len(s.token_ids) for s in samples), default=5)
+    caps = max(2, int(stretch * longest)), max(2, int(stretch * wider * longest))
+    hard_cap = max(longest, caps[0])
+    batch = pack(
+        samples,
+        [float(i + 1) for i in range(len(samples))],
+        caps[0],
+        num_ranks,
+        coefficients=coefficients,
+        sharing=sharing,
+        forward_cap=caps[1],
+        hard_cap=hard_cap,
+    )
     where = {}
-    for micro_batches, plan in ((batch.micro_batches, batch.plan), (batch.forward_only, batch.forward_plan)):
-        assert len(micro_batches) == num_ranks and len({len(rank) for rank in micro_batches}) == 1
-        laid = [micro_batch for rank in micro_batches for micro_batch in rank]
-        assert sum(m.num_tokens for m in laid) == plan.num_tokens
-        for m in laid:
-            assert m.num_tokens <= cap
-            check(m, samples, where)
+    sides = (batch.micro_batches, batch.plan, caps[0]), (batch.forward_only, batch.forward_plan, caps[1])
+    for micro_batches, plan, cap in sides:
+        assert plan.cap == cap and len(micro_batches) == num_ranks and len({len(rank) for rank in micro_batches}) == 1
+        assert [[m.num_tokens for m in rank] for rank in micro_batches] == list(map(list, plan.tokens))
+        for rank, planned in zip(micro_batches, plan.bins, strict=True):
+            for m, fragments in zip(rank, planned, strict=True):
+                assert [i for i in m.sample_of.tolist() if i >= 0] == [i for own in fragments for i in own]
+                assert m.num_tokens <= cap or (m.num_tokens <= hard_cap and len(m.sample_of) == 1)
+                check(m, samples, where)
     assert sorted(where) == list(range(len(samples)))
     for i, trained in where.items():
         assert trained == samples[i].has_signal
@@ -69,8 +88,47 @@ def check(m, samples, where):
 
 
 def test_a_sample_over_the_cap_is_refused():
+    samples = make_samples([(4, [5])])
     with pytest.raises(ValueError, match=r"a sample of 9 tokens exceeds train\.tokens_per_micro_batch=8"):
-        pack(make_samples([(4, [5])]), [1.0], 8, 1)
+        pack(samples, [1.0], 8, 1)
+    with pytest.raises(ValueError, match=r"a sample of 9 tokens exceeds train\.hard_cap=8"):
+        pack(samples, [1.0], 6, 1, hard_cap=8)
+    with pytest.raises(ValueError, match="a sample of 9 tokens exceeds"):
+        pack(make_samples([(4, [5])], zero_groups={0}), [1.0], 8, 1)
+
+
+def test_the_tail_of_a_completion_is_cut():
+    samples = make_samples([(4, [5, 2]), (3, [9])])
+    cut, num_cut = cut_overlong(samples, 8)
+    assert num_cut == 2 and [len(s.token_ids) for s in cut] == [8, 6, 8] and cut[1] is samples[1]
+    for before, after in zip(samples, cut, strict=True):
+        kept = len(after.token_ids)
+        assert after.group == before.group and after.num_prompt_tokens == before.num_prompt_tokens
+        for name in ("token_ids", "loss_mask", "entropy_mask", "advantages", "rollout_logprobs", "temperatures"):
+            assert np.array_equal(getattr(after, name), getattr(before, name)[:kept])
+    assert cut_overlong(samples, 12) == (samples, 0)
+    assert pack(cut, [1.0] * 3, 8, 1, sharing=False).plan.num_tokens == 22
+
+
+def test_a_prompt_that_leaves_no_room_is_refused():
+    with pytest.raises(ValueError, match=r"a prompt of 4 tokens leaves no room .*tokens_per_micro_batch=4"):
+        cut_overlong(make_samples([(4, [1])]), 4)
+
+
+def test_only_equal_prompts_are_shared():
+    """A group is one prompt; where it is not, its samples do not stand behind the wrong one."""
+    one, two = make_samples([(30, [4, 4])]), make_samples([(30, [4, 4])], seed=1)
+    plan = pack([one[0], two[0], one[1], two[1]], [1.0] * 4, 200, 1).plan
+    assert plan.bins == ((((0, 2), (1, 3)),),)
+
+
+def test_costs_of_the_two_sides_are_their_own():
+    samples = make_samples([(5, [6]), (5, [7])], zero_groups={1})
+    batch = pack(samples, [1.0] * 2, 50, 1, coefficients=Coefficients(0.0, 2.0, 0.0))
+    assert (batch.plan.costs, batch.forward_plan.costs) == (((22.0,),), ((24.0,),))
+    dear = Coefficients(0.0, 5.0, 0.0)
+    batch = pack(samples, [1.0] * 2, 50, 1, forward_coefficients=dear)
+    assert (batch.plan.costs, batch.forward_plan.costs) == (((11.0,),), ((60.0,),))
 
 
 def test_no_samples_and_filler():
@@ -87,7 +145,7 @@ def test_sharing_saves_the_prompts():
     alone = pack(samples, [1.0] * 8, 1000, 1, sharing=False)
     shared = pack(samples, [1.0] * 8, 1000, 1, sharing=True)
     assert alone.plan.num_tokens == 440
-    assert shared.plan.num_tokens == 49 + 8 * 6 and shared.plan.num_unshared_tokens == 440
+    assert shared.plan.num_tokens == 49 + 8 * 6 and shared.plan.unshared_tokens == 440
 
 
 def test_the_plan_does_not_depend_on_the_process():

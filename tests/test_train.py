@@ -87,7 +87,7 @@ def start(*args, **kwargs):
 
 def fingerprint(folder):
     """What must not differ between two equal runs: rollouts, metrics but times, weights."""
-    timed = ("time", "seconds/", "tokens_per_second", "peak_gib")
+    timed = ("time", "seconds/", "fit/", "tokens_per_second", "peak_gib")
     lines = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(folder)]
     weights = torch.load(folder / "checkpoint" / "learner.pt", weights_only=True)["masters"]
     return lines, read_rollouts(folder).to_pylist(), [w.detach().numpy().tobytes() for w in weights]
