@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from e3fast.placement import (
 )
 from e3fast.types import Coefficients, FloatArray, IntArray, PackingPlan
 
+CUTS = (1, 2, 4)  # parts of the cap that a group's units may take: finer ones balance better and share less
 MAX_PLANS = 3  # numbers of slots a candidate is packed into
 MAX_FAILED = 3  # numbers of slots a candidate may fail at before best fit says how many do
 CLOSER = 1 - 1e-12  # a plan counts as better beyond rounding: a tie keeps fewer slots and the earlier candidate
@@ -166,7 +167,7 @@ def shared_items(
 
 
 def shared_candidates(items: Items, opened: Sequence[int], cap: int) -> list[Candidate]:
-    """Groups as whole as the cap lets them be, and in units of half the cap; none where nothing can be shared."""
+    """Groups as whole as the cap lets them be, and cut finer; none where nothing can be shared."""
     members: dict[int, list[int]] = {}
     for i in opened:
         members.setdefault(items.keys[i], []).append(i)
@@ -175,7 +176,7 @@ def shared_candidates(items: Items, opened: Sequence[int], cap: int) -> list[Can
     groups = [sorted(own, key=lambda i: -items.tokens[i]) for own in members.values()]
     whole = [make_unit(own, items) for own in groups]
     tokens, cost = sum(unit.tokens for unit in whole), sum(unit.cost for unit in whole)
-    cuts = [[unit for own in groups for unit in cut_evenly(own, items, limit)] for limit in (cap, cap // 2)]
+    cuts = [[unit for own in groups for unit in cut_evenly(own, items, cap // part)] for part in CUTS]
     return [Candidate(items, units, tokens, cost) for units in cuts]
 
 
@@ -238,7 +239,8 @@ def make_plan(packed: Packed, task: Task, sizes: IntArray, labels: IntArray, coe
     fragments = [tuple(sorted(tuple(sorted(unit.members)) for unit in own)) for own in packed.units]
     ranks = stripe(costs, task.num_ranks)
     bins = tuple(tuple(fragments[b] for b in rank) for rank in ranks)
-    described = (sizes.tolist(), labels.tolist(), task.num_ranks, task.cap, coefficients, bins)
+    spent = [float(value) for value in astuple(coefficients)]
+    described = (sizes.tolist(), labels.tolist(), task.num_ranks, task.cap, spent, bins)
     return PackingPlan(
         num_ranks=task.num_ranks,
         cap=task.cap,

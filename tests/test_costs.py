@@ -142,7 +142,10 @@ def test_overhead_is_a_share_of_a_full_micro_batch():
     assert (c.a, c.b, c.head) == (2.0, 0.5, 1.0)
 
 
-START = with_overhead(model_coefficients(config(hidden_size=256, vocab_size=4000)), cap=8192)
+WINDOWED = config(
+    hidden_size=256, vocab_size=4000, sliding_window=2000, layer_types=["full_attention"] * 3 + ["sliding_attention"]
+)
+START = with_overhead(model_coefficients(WINDOWED), cap=8192)
 TRUE = (0.004, 3e-12, 9e-12)  # seconds a micro-batch, and a FLOP of either kind: attention runs at a third of the speed
 
 
@@ -169,6 +172,7 @@ def test_a_fit_recovers_what_made_the_times():
     assert not fit.rescaled_only and fit.r2 > 0.98 and fit.num_observations == 200 and fit.condition < 30
     assert fit.factors == pytest.approx(TRUE, rel=0.05)
     assert fit.coefficients.b == pytest.approx(TRUE[2] * START.b, rel=0.05)
+    assert fit.coefficients.window_b / fit.coefficients.b == pytest.approx(START.window_b / START.b)
     assert fit.coefficients.head / fit.coefficients.a == pytest.approx(START.head / START.a)
     work = bins(1, 0.5, seed=9)[0]
     assert fit.seconds(work) == pytest.approx(TRUE[0] + TRUE[1] * work.linear + TRUE[2] * work.attention, rel=0.02)
@@ -188,6 +192,13 @@ def test_alike_micro_batches_only_rescale(noise):
     assert fit.coefficients.b / fit.coefficients.a == pytest.approx(START.b / START.a)
     assert fit.coefficients.c0 / fit.coefficients.a == pytest.approx(START.c0 / START.a)
     assert fit.seconds(one) == pytest.approx(measure([one], 0)[0].seconds, rel=0.01)
+
+
+def test_times_of_something_else_only_rescale():
+    rng = np.random.default_rng(0)
+    works = bins(100, 0.2)
+    fit = refit([Observation(w, t) for w, t in zip(works, rng.uniform(0.5, 1.5, 100), strict=True)], START)
+    assert fit.rescaled_only and fit.r2 < 0.9 and fit.condition < 30
 
 
 @pytest.mark.parametrize("negative", [0, 1, 2])

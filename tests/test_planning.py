@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from e3fast.placement import stripe
+from e3fast import planning
+from e3fast.placement import Items, make_unit, place_longest_first, stripe
 from e3fast.planning import describe_plan, plan_metrics, plan_packing
 from e3fast.types import Coefficients
 
-kinds = st.sampled_from(["mixed", "mixed", "mixed", "equal", "giant", "long prompts"])
+kinds = st.sampled_from(["mixed", "mixed", "mixed", "equal", "giant", "long prompts", "tiny"])
 
 
 @st.composite
@@ -37,6 +38,8 @@ def cases(draw):
         completions //= 20
         completions += 1
         completions[rng.integers(len(groups))] = 6000
+    if kind == "tiny":  # bins that are full to the last token
+        prompts, completions = prompts % 4 + 1, completions % 8 + 1
     if kind == "long prompts":
         prompts, completions = prompts * 5 + 100, completions // 10 + 1
     lengths = np.stack([prompts[groups], completions], axis=1).astype(int)
@@ -267,15 +270,73 @@ def test_long_prompts_are_computed_few_times():
     assert plan_metrics(shared)["prompt_work_saved"] >= 0.7 and not plan_metrics(alone)["sharing_active"]
 
 
-def test_hard_cases_end_soon():
+@pytest.fixture
+def packings(monkeypatch):
+    """Numbers of bins that were packed into."""
+    tried = []
+
+    def count(units, items, starts, cap):
+        tried.append(len(starts))
+        return place_longest_first(units, items, starts, cap)
+
+    monkeypatch.setattr(planning, "place_longest_first", count)
+    return tried
+
+
+def test_a_plan_near_the_bound_ends_the_search(packings):
+    case = trace(**LONG_8K, prompts=64, size=8, seed=0)
+    assert plan_packing(*case, 8, 16384, costs(*QWEN_4B, 16384), sharing=False).num_slots == 9
+    assert packings == [72]
+
+
+def test_hard_cases_end_soon(packings):
     """Lengths just over half the cap make every count of bins below one a sample fail; one group is one big unit."""
     halves = np.tile([[1, 60]], (1000, 1))
     assert plan_packing(halves, np.arange(1000), 1, 120, Coefficients(0.0, 1.0, 0.0)).num_slots == 1000
     assert plan_packing(halves, np.arange(1000), 8, 120, Coefficients(0.0, 1.0, 0.0)).num_slots == 125
+    assert len(packings) <= 5
     one = np.tile([[50, 40]], (1000, 1))
     plan = plan_packing(one, np.zeros(1000, int), 4, 200, Coefficients(9.0, 1.0, 0.0))
     check(plan, one, np.zeros(1000, int), True)
     assert 84 <= plan.num_slots <= 86  # three of a prompt to a bin
+
+
+def test_members_that_meet_pay_their_prefix_once():
+    items = Items(
+        [0, 0, 0, 0, 1, 2, 3], [5, 5, 4, 4, 25, 5, 4], [5.0, 5.0, 4.0, 4.0, 25.0, 5.0, 4.0], [10] * 7, [10.0] * 7
+    )
+    for i in (4, 5, 6):  # loners
+        items.prefix_tokens[i], items.prefix_costs[i] = 0, 0.0
+    units = [make_unit(members, items) for members in ([0, 1], [2, 3], [4], [5], [6])]
+    # 25 | 20, then 18 of the second's key for 8, then 5 beside 25 and 4 beside 28
+    assert place_longest_first(units, items, [0.0, 0.0], 99) == [{1: [4], 2: [5]}, {0: [0, 1, 2, 3], 3: [6]}]
+    assert place_longest_first(units[:2] + units[4:], items, [0.0], 38) == [{0: [0, 1, 2, 3], 3: [6]}]
+
+
+def test_few_groups_on_many_ranks_are_cut():
+    lengths, groups = np.tile([[100, 100]], (32, 1)), np.arange(32) // 8
+    for cap in (1020, 2040):  # cut to half of it, to a quarter
+        plan = plan_packing(lengths, groups, 8, cap, Coefficients(50.0, 1.0, 0.0))
+        assert set(itertools.chain.from_iterable(plan.tokens)) == {99 + 4 * 101}
+
+
+def test_dear_micro_batches_are_fewer():
+    """A second slot evens the ranks out; it is taken where that saves more than a slot costs."""
+    lengths = [(1, 7), (1, 8), (1, 10), (1, 3), (1, 3), (1, 8)]
+    for c0, num_slots in ((0.0, 2), (1.5, 1), (50.0, 1)):
+        plan = plan_packing(lengths, range(6), 2, 23, Coefficients(c0, 1.0, 0.5))
+        assert plan.num_slots == num_slots
+
+
+@pytest.mark.parametrize(("a", "num_samples"), [(1.1, 24), (1.3, 12)])
+def test_rounding_does_not_pay_for_a_micro_batch(a, num_samples):
+    plan = plan_packing([(1, 6)] * num_samples, range(num_samples), 2, 1000, Coefficients(0.0, a, 0.0))
+    assert plan.num_slots == 1
+
+
+def test_one_rank_fills_its_bins():
+    plan = plan_packing([(1, 5), (1, 3), (1, 1), (1, 1)], range(4), 1, 10, Coefficients(0.0, 1.0, 0.0))
+    assert plan.tokens == ((10, 4),)
 
 
 def test_few_samples_and_none():
