@@ -5,9 +5,9 @@
 Schedules alone, on one thread: every scheduler gets the same lengths, cap and ranks, and is judged by the same cost,
 FLOP with the head on every token, c0 = 3 % of a full micro-batch. `lockstep_pct`: work over ranks times the sum of slot
 maxima. `over_cap`: micro-batches above the cap. `step_over_perfect`: predicted step over an even one in the fewest
-micro-batches. `cpu_ms`: median of calls after a warm-up; of the peers it is that of the rule restated here, not of
-their own code. Values are one a seed. `real-lengths` needs E3's published pool (--data); without it a 200-row extract
-stands in.
+micro-batches. `cpu_ms`: median of seven calls after a warm-up, or the one call where it takes over half a second; of
+the peers it is that of the rule restated here, not of their own code. Values are one a seed. `real-lengths` needs E3's
+published pool (--data); without it a 200-row extract stands in.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Row, save, show
-from benchmarks.schedulers import PEERS, Bins, Lengths, true_costs
+from benchmarks.schedulers import PEERS
+from benchmarks.schedulers_fit import Bins, true_costs
 from benchmarks.traces import CASES, COSTS, Case, draw_lengths, load_pool
 from e3fast.costs import with_overhead
 from e3fast.planning import plan_packing
-from e3fast.types import Coefficients, FloatArray, PackingPlan
+from e3fast.types import Coefficients, FloatArray, IntArray, PackingPlan
 
 SEEDS, CALLS, SLOW = (0, 1, 2), 7, 0.5  # a call above SLOW seconds is timed once
 LEAST_LOCKSTEP = {"4b-8k-dp8": 99.5, "0.6b-32k-dp8": 98.0, "7b-1k-dp8": 99.5, "7b-8k-dp64": 99.5}
@@ -38,7 +39,7 @@ MOST_MS = {("7b-8k-dp64", "e3fast"): 40.0, ("7b-8k-dp64", "e3fast-sharing"): 150
 OURS = "e3fast"
 
 
-def judge(bins: Bins, lengths: Lengths, cap: int, coefficients: Coefficients) -> dict[str, float]:
+def judge(bins: Bins, lengths: IntArray, cap: int, coefficients: Coefficients) -> dict[str, float]:
     """Metrics of a schedule without sharing. AssertionError unless every sample stands in it once."""
     placed = sorted(i for rank in bins for own in rank for i in own)
     assert placed == list(range(len(lengths))), "a scheduler lost a sample or placed one twice"
