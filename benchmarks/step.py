@@ -1,7 +1,7 @@
 """One training step: against TRL's GRPOTrainer, with prompt sharing on and off, and by stages.
 
     python -m benchmarks.step --vs trl [--save]    same model, prompts, completions, rewards; both in one run
-    python -m benchmarks.step --sharing [--save]   see benchmarks/sharing.py
+    python -m benchmarks.step --sharing [--save]   and --sharing gradients: see benchmarks/sharing.py
     python -m benchmarks.step --stages [--save]    share of the time of each stage of the quickstart's steps
 
 Against TRL: 64 completions of 16 tokens (8 prompts x 8), one optimiser step a batch, AdamW, no KL. Each candidate runs
@@ -283,7 +283,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--vs", choices=["trl"])
-    kind.add_argument("--sharing", action="store_true")
+    kind.add_argument("--sharing", nargs="?", const="speed", choices=["speed", "gradients"])
     kind.add_argument("--stages", action="store_true")
     kind.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -298,7 +298,8 @@ def main() -> int:
     if args.stages:
         rows = stages()
     elif args.sharing:
-        name, rows = "sharing", [row for case in sharing.CASES for row in sharing.measure(case)]
+        part = sharing.measure if args.sharing == "speed" else sharing.compare_gradients
+        name, rows = "sharing", [row for case in sharing.CASES for row in part(case)]
         failed = sharing.missed(rows)
     else:
         rows = compare_trl()

@@ -76,6 +76,7 @@ class Allocator:
         start = with_overhead(coefficients, self.cap)
         self.trained, self.scored = CostFit(start), CostFit(start)
         self.num_replans = 0
+        self.last_plan: PackingPlan | None = None
 
     def trim(self, samples: list[Sample]) -> tuple[list[Sample], int]:
         """Samples as the policy for over-long ones leaves them, and how many it cut."""
@@ -122,6 +123,7 @@ class Allocator:
             except OutOfMemory as error:
                 failed = str(error)
             else:
+                self.last_plan = batch.plan
                 self.trained.observe(batch.plan, samples, stats.trained_seconds)
                 self.scored.observe(batch.forward_plan, samples, stats.scored_seconds)
                 return batch, stats

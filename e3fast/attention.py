@@ -72,7 +72,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
     scores = (folded @ key.transpose(-1, -2)).view(b, key.shape[1], -1, u, s)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    probs = torch.softmax(scores.masked_fill(~mask[:, :, None], float("-inf")), dim=-1)
+    # Not -inf: a padded position sees nothing at all, and its nan would reach the others through its value.
+    hidden = torch.finfo(scores.dtype).min
+    probs = torch.softmax(scores.masked_fill(~mask[:, :, None], hidden), dim=-1)
     return (probs.view(b, key.shape[1], -1, s) @ value).reshape(b, hq, u, d)
 
 

@@ -51,7 +51,7 @@ class StageClock:
         return taken
 
 
-def step_metrics(ctx: StepContext, groups: Sequence[Group], batch: Batch, stats: StepStats) -> dict[str, float | int]:
+def step_metrics(ctx: StepContext, groups: Sequence[Group], batch: Batch, stats: StepStats) -> dict[str, Any]:
     """The step's flat metrics; a mean of nothing is nan. Pure: time, totals and memory are the trainer's to add."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = [len(rollout.token_ids) for rollout in rollouts]
@@ -107,7 +107,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
     }
 
 
-def packing_metrics(batch: Batch) -> dict[str, float | int]:
+def packing_metrics(batch: Batch) -> dict[str, float | int | str]:
     """How well micro-batches are used: all ranks' with and without a backward pass; under packing/ those with one."""
     plans = (batch.plan, batch.forward_plan)
     laid_out = sum(plan.num_tokens for plan in plans)
@@ -118,6 +118,7 @@ def packing_metrics(batch: Batch) -> dict[str, float | int]:
         "fill": laid_out / room if room else math.nan,
         "prompt_work_saved": 1 - laid_out / unshared if unshared else 0.0,
         **{f"packing/{name}": value for name, value in plan_metrics(batch.plan).items()},
+        "packing/digest": batch.plan.digest,
     }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from e3fast.costs import with_overhead
 from e3fast.planning import plan_packing
 from e3fast.types import Batch, Coefficients, MicroBatch, PackingPlan, Sample
 
@@ -45,7 +46,7 @@ def pack(
     their own cap and costs; without them, those of the others. Samples over the cap have a micro-batch to themselves,
     up to `hard_cap`; ValueError for a longer one.
     """
-    costs = coefficients or EVEN
+    costs = coefficients or with_overhead(EVEN, tokens_per_micro_batch)
     asked = [i for i, sample in enumerate(samples) if sample.num_loss_tokens]
     trained = [i for i in asked if samples[i].has_signal]
     scored = [i for i in asked if score_all and not samples[i].has_signal]

@@ -27,6 +27,7 @@ from e3fast.learner import LocalLearner
 from e3fast.methods import check_methods
 from e3fast.metrics import peak_gib
 from e3fast.model import check_lengths, load_policy
+from e3fast.planning import describe_plan
 from e3fast.progress import ProgressBar, summary_table
 from e3fast.prompts import LoadedPrompts, PromptPool, load_prompts, question_texts
 from e3fast.rewards import find_reward
@@ -54,6 +55,7 @@ class Session:
         self.engine = TransformersEngine(self.model, self.tokenizer, config.rollout.max_sequences)
         self.next_step, self.generated_tokens, self.seconds = 0, 0, 0.0
         self.interrupted = False
+        self.num_replans: int | None = None  # as told to the user; None before the first step
         notes = [f"{machine.describe()}; compute {str(dtype).removeprefix('torch.')}, {len(loaded.prompts)} prompts"]
         notes += data_notes(loaded)
         if config.eval.num_prompts and not config.data.held_out:
@@ -107,12 +109,24 @@ class Session:
         )
         self.log.write_step(line)
         self.bar.update(line)
+        self.tell(metrics)
         failed = metrics["verdict/failed"]
         if failed > FAILED_ALARM * metrics["rollouts"]:
             self.bar.note(f"step {self.next_step}: {failed} rollouts without a verdict (reward raised or hung twice)")
         every = self.config.train.save_every
         if every and self.next_step % every == 0 and self.next_step < self.config.train.steps:
             self.save()
+
+    def tell(self, metrics: dict[str, Any]) -> None:
+        """How the first step was packed; later, what the allocator had to change."""
+        step, allocator = self.next_step, self.allocator
+        if self.num_replans is None and allocator.last_plan:
+            self.bar.note(f"step {step}: {describe_plan(allocator.last_plan)}")
+        if allocator.num_replans > (self.num_replans or 0):
+            self.bar.note(f"step {step} did not fit in memory: micro-batches of {allocator.cap} tokens from now on")
+        self.num_replans = allocator.num_replans
+        if metrics["samples_cut"]:
+            self.bar.note(f"step {step}: {metrics['samples_cut']} completions cut to train.tokens_per_micro_batch")
 
     def write_facts(self) -> None:
         """What this run is, once nothing refuses it any more."""

@@ -177,7 +177,7 @@ def test_what_packed_attention_cannot_do_is_refused():
 def test_a_model_that_leaks_when_packed_is_refused(monkeypatch):
     model = make_model()
     check_packing(model)
-    leaky = AttentionPlan(torch.tensor([0, 12]), torch.tensor([-1]))
+    leaky = AttentionPlan(torch.tensor([0, 14]), torch.tensor([-1]))
     monkeypatch.setattr(model_module, "AttentionPlan", lambda *args: leaky)
     with pytest.raises(ValueError, match="other hidden states when samples are packed"):
         check_packing(model)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from e3fast import trials
 from e3fast.cli import main
 from e3fast.config import load_config
+from e3fast.learner import LocalLearner
 from e3fast.methods import Method
 from e3fast.runlog import read_evals, read_metrics, read_rollouts
 from e3fast.train import train
@@ -133,6 +135,36 @@ def test_resume_goes_on_where_the_run_stopped(tmp_path, model):
     path.write_text("resume = true\n" + text)
     train(load_config(path))
     assert fingerprint(path.with_suffix("")) == fingerprint(whole)
+
+
+def test_a_run_goes_on_where_memory_runs_out(tmp_path, model, monkeypatch, capsys):
+    """The step is repeated in smaller micro-batches, the user is told once, and a resumed run keeps the smaller cap."""
+    backward = LocalLearner.backward
+
+    def tight(self, micro_batch, formula, totals):
+        backward(self, micro_batch, formula, totals)
+        if micro_batch.num_tokens > 200:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    text = RUN.replace("learning_rate", "probe_memory = false\nshare_prompts = false\nlearning_rate")
+    roomy = start(tmp_path, model, text.replace("batch = 400", "batch = 199"), name="roomy")
+    monkeypatch.setattr(LocalLearner, "backward", tight)
+    folder = start(tmp_path, model, text, name="tight")
+    metrics = read_metrics(folder)
+    assert metrics[-1]["allocator/cap"] <= 200 and metrics[-1]["allocator/replans"] == 1
+    assert capsys.readouterr().out.count("did not fit in memory") == 1
+    norms = lambda where: [row["grad_norm"] for row in read_metrics(where)]  # noqa: E731
+    assert norms(folder) == pytest.approx(norms(roomy), rel=1e-3) and min(norms(folder)) > 0
+    state = json.loads((folder / "checkpoint" / "state.json").read_text())["allocator"]
+    assert state["caps"][0] == metrics[-1]["allocator/cap"]
+
+
+def test_a_cap_that_memory_does_not_hold_ends_the_run_before_anything_is_sampled(tmp_path, model, monkeypatch, capsys):
+    monkeypatch.setattr(trials, "available_bytes", lambda device: 1000.0)
+    path = run_file(tmp_path, model)
+    assert main(["train", str(path)]) == 2
+    assert "train.tokens_per_micro_batch=400 needs about" in capsys.readouterr().err
+    assert not (path.with_suffix("") / "config.toml").exists()
 
 
 @dataclass

@@ -7,12 +7,12 @@ import torch
 
 from csrc_triton import linear_logprobs
 from e3fast.advantages import make_samples
-from e3fast.model import packed_hidden
+from e3fast.model import output_head, packed_hidden
 from e3fast.packing import pack
 from e3fast.rollout.transformers import TransformersEngine
 from e3fast.types import Group, Score
 from tests.records import prompt, request
-from tests.tiny import make_model, make_tokenizer
+from tests.tiny import FAMILIES, make_family, make_model, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 PROMPTS = [prompt(0, (5, 6, 7)), prompt(1, (9,)), prompt(2, tuple(range(20, 45)))]
@@ -47,9 +47,11 @@ def test_a_completion_does_not_depend_on_its_company():
         assert [x.token_ids for x in a] == [x.token_ids for x in b] == [x.token_ids for x in c]
 
 
-def test_logprobs_equal_the_learners_at_each_rows_temperature():
-    """trl#4159, prime-rl#697: 0.6, 1 and 1.4 mixed in one packed row."""
-    source = engine(dtype=torch.float64)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_equal_the_learners_at_each_rows_temperature(family):
+    """trl#4159, prime-rl#697: 0.6, 1 and 1.4 mixed in one packed row. Prompts are longer than the families' windows."""
+    source = TransformersEngine(make_family(family), TOKENIZER, 100)
+    head = output_head(source.model)
     groups = [
         Group(i, r, tuple(own), tuple(Score(float(j % 2), "correct") for j in range(len(own))))
         for i, (r, own) in enumerate(zip(requests(), source.generate(requests()), strict=True))
@@ -60,8 +62,15 @@ def test_logprobs_equal_the_learners_at_each_rows_temperature():
         rows = torch.nonzero(m.loss_mask)[:, 0]
         with torch.no_grad():
             hidden = packed_hidden(source.model, m)[rows]
-            weight = source.model.get_output_embeddings().weight
-            out = linear_logprobs(hidden, weight, m.targets[rows], temperature=m.temperatures[rows])
+            out = linear_logprobs(
+                hidden,
+                head.weight,
+                m.targets[rows],
+                bias=head.bias,
+                temperature=m.temperatures[rows],
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+            )
         assert float((out.logprobs - m.rollout_logprobs[rows]).abs().max()) < 1e-5
 
 
