@@ -183,6 +183,7 @@ def fit_metrics(name: str, costs: CostFit) -> dict[str, float | int]:
     if fit is None:
         return {}
     return {
+        **{f"fit/{name}_{part}": getattr(fit.coefficients, part) for part in ("c0", "a", "b", "head")},
         f"fit/{name}_r2": fit.r2,
         f"fit/{name}_observations": fit.num_observations,
         f"fit/{name}_seconds": costs.measured,

@@ -159,6 +159,16 @@ def test_a_run_goes_on_where_memory_runs_out(tmp_path, model, monkeypatch, capsy
     assert state["caps"][0] == metrics[-1]["allocator/cap"]
 
 
+def test_a_sample_that_memory_does_not_hold_ends_the_run_with_one_message(tmp_path, model, monkeypatch, capsys):
+    def full(self, micro_batch, formula, totals):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(LocalLearner, "backward", full)
+    path = run_file(tmp_path, model, RUN.replace("learning_rate", "probe_memory = false\nlearning_rate"))
+    assert main(["train", str(path)]) == 2
+    assert "lower rollout.max_new_tokens" in capsys.readouterr().err
+
+
 def test_a_cap_that_memory_does_not_hold_ends_the_run_before_anything_is_sampled(tmp_path, model, monkeypatch, capsys):
     monkeypatch.setattr(trials, "available_bytes", lambda device: 1000.0)
     path = run_file(tmp_path, model)
