@@ -131,7 +131,7 @@ class Allocator:
             batch = self.pack(samples, weights, learner.num_ranks)
 
     def shrink(self, batch: Batch, failed: str) -> None:
-        """Half of what did not fit becomes the cap, on every rank, of this step and all later ones."""
+        """Half of what did not fit becomes the cap, of this step and all later ones."""
         caps = halved(self.cap, batch.plan), halved(self.forward_cap, batch.forward_plan)
         if caps == (self.cap, self.forward_cap):
             raise OutOfMemory(
@@ -168,14 +168,14 @@ class Allocator:
 
 
 def halved(cap: int, plan: PackingPlan) -> int:
-    """Half the tokens of the largest micro-batch; the cap itself where there is none, or one sample is all it holds."""
+    """Half the tokens of the largest micro-batch that can be split; the cap itself where all hold one sample."""
     sizes = [
-        (tokens, sum(map(len, fragments)))
+        tokens
         for rank, kept in zip(plan.tokens, plan.bins, strict=True)
         for tokens, fragments in zip(rank, kept, strict=True)
+        if sum(map(len, fragments)) > 1
     ]
-    tokens, num_samples = max(sizes, default=(0, 0))
-    return tokens // 2 if num_samples > 1 else cap
+    return max(sizes) // 2 if sizes else cap
 
 
 def fit_metrics(name: str, costs: CostFit) -> dict[str, float | int]:
@@ -186,6 +186,8 @@ def fit_metrics(name: str, costs: CostFit) -> dict[str, float | int]:
         **{f"fit/{name}_{part}": getattr(fit.coefficients, part) for part in ("c0", "a", "b", "head")},
         f"fit/{name}_r2": fit.r2,
         f"fit/{name}_observations": fit.num_observations,
+        f"fit/{name}_condition": fit.condition,
+        f"fit/{name}_rescaled_only": fit.rescaled_only,
         f"fit/{name}_seconds": costs.measured,
         f"fit/{name}_predicted_seconds": costs.predicted,
     }

@@ -58,7 +58,7 @@ def refuse_unknown(options: dict[str, Any]) -> None:
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, form: Form) -> Tensor:
     """(Hq, T, D), (Hk, T, D), (Hk, T, D) to (T, Hq, D)."""
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    if find_kernel(q, form):
+    if find_kernel(q, plan, form):
         return varlen_attention(q, k, v, plan, form)
     return tiled_attention(q.flatten(1), k.flatten(1), v.flatten(1), plan, form).unflatten(1, (form.num_heads, -1))
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 128  # queries whose scores are held at once; 64 to 256 are as fast on a CPU (LOG.md)
+MAX_COLUMNS = 2**15  # key columns of a block: they are gathered, so memory follows them and not the tokens laid out
 SPARE = 4096  # scores a segment may waste on padding: about what a product's call costs
 
 
@@ -110,7 +111,8 @@ def alike(own: list[int], num_columns: list[int]) -> list[list[int]]:
         scores = own[n] * num_columns[n]
         widest, deepest, area = max(widest, num_columns[n]), max(deepest, own[n]), area + scores
         size = len(runs[-1]) if runs else 0
-        if not runs or widest * deepest * (size + 1) - area > min(area / 3, SPARE * size):
+        wasted = widest * deepest * (size + 1) - area
+        if not runs or wasted > min(area / 3, SPARE * size) or widest * (size + 1) > MAX_COLUMNS:
             runs.append([])
             widest, deepest, area = num_columns[n], own[n], scores
         runs[-1].append(n)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save_checkpoint(

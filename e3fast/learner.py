@@ -139,7 +139,7 @@ class LocalLearner:
         formula: TokenLoss,
         totals: Totals,
     ) -> None:
-        failed = ""
+        failed: str | None = None
         try:
             if probed is not None:
                 totals.probe = self.probe(to_device(probed, self.device))
@@ -149,12 +149,12 @@ class LocalLearner:
             if not is_out_of_memory(error):
                 raise
             failed = (str(error).splitlines() or [type(error).__name__])[0]
-        if failed:  # only now: the error's traceback held the activations
+        if failed is not None:  # only now: the error's traceback held the activations
             self.drop_gradients()
             raise OutOfMemory(failed)
 
     def timed(self, work: Callable[[MicroBatch], None], micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Seconds of each; on a GPU by events, so that nothing waits before the last."""
+        """Seconds of each; on a GPU by events."""
         marks = [mark(self.device)]
         for micro_batch in micro_batches:
             work(to_device(micro_batch, self.device))
@@ -194,7 +194,10 @@ class LocalLearner:
         }
 
     def drop_gradients(self) -> None:
+        """The masters', and what a backward pass that broke off left on the model."""
         self.optimizer.zero_grad(set_to_none=True)
+        for param in self.params:
+            param.grad = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

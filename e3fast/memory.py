@@ -6,6 +6,7 @@ Elsewhere there is nothing to read, and nothing is claimed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
@@ -19,17 +20,19 @@ if TYPE_CHECKING:
 
 RESERVE = 0.05  # share of the free memory that a plan leaves alone
 GIB = 2**30
+NO_ROOM = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")  # host; CUDA, MPS; cuBLAS, cuDNN
 CGROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 class OutOfMemory(RuntimeError):
-    """A micro-batch did not fit; the step's partial gradients are dropped, on every rank."""
+    """A micro-batch did not fit; the step's partial gradients are dropped."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch failed for want of memory, on a GPU or on the host."""
-    named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
-    return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_ROOM)
 
 
 class Trial(NamedTuple):
@@ -90,6 +93,7 @@ def available_bytes(device: torch.device) -> float | None:
         return float(torch.cuda.mem_get_info(device)[0] + cached)
     if sys.platform != "linux":
         return None
+    trim_heap()
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
     return min([*free, *container_room()], default=None)
@@ -99,10 +103,20 @@ def container_room(root: Path = Path("/sys/fs/cgroup")) -> list[float]:
     """What a memory limit of the control group leaves; empty where there is none."""
     for limit_name, used_name in CGROUP_FILES:
         try:
-            return [float(int((root / limit_name).read_text()) - int((root / used_name).read_text()))]
+            limit, used = int((root / limit_name).read_text()), int((root / used_name).read_text())
+            return [float(limit - used + file_cache(root / Path(limit_name).parent / "memory.stat"))]
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return []
+
+
+def file_cache(path: Path) -> int:
+    """Bytes of a control group's file cache that the kernel would give back first: they count as used, but are not."""
+    try:
+        stat = dict(line.split() for line in path.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
@@ -113,9 +127,15 @@ def resident_bytes(field: str = "VmRSS") -> int:
 
 def reset_resident_peak() -> None:
     """Forget the peak so far. Freed memory goes back first: what stands before a step is then only what it keeps."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    trim_heap()
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def trim_heap() -> None:
+    """Give back to the system what was freed; musl has no such call, and no such hoard."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 class PeakMeter:

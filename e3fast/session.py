@@ -55,16 +55,20 @@ class Session:
         self.engine = TransformersEngine(self.model, self.tokenizer, config.rollout.max_sequences)
         self.next_step, self.generated_tokens, self.seconds = 0, 0, 0.0
         self.interrupted = False
-        self.num_replans: int | None = None  # as told to the user; None before the first step
         notes = [f"{machine.describe()}; compute {str(dtype).removeprefix('torch.')}, {len(loaded.prompts)} prompts"]
         notes += data_notes(loaded)
         if config.eval.num_prompts and not config.data.held_out:
             notes.append("no [[data.held_out]] source: nothing is evaluated before and after")
         for method in config.methods:
             notes += method.start(config, len(loaded.prompts))
+        saved = load_checkpoint(self.folder / "checkpoint") if config.resume else None
+        if saved:
+            self.check_saved(saved[1])
+            self.allocator.restore(saved[1]["allocator"])  # a halved cap is tried as it stands
+        self.told, self.packed_once = self.allocator.num_replans, False  # what the user knows of packing
         notes += self.confirm_caps()
-        if config.resume:
-            self.restore()
+        if saved:
+            self.restore(*saved)
         self.write_facts()
         self.bar = ProgressBar(config.train.steps, self.next_step)
         for note in notes:
@@ -76,9 +80,10 @@ class Session:
         config = self.config
         if not config.train.probe_memory:
             return []
-        trials = Trials(self.learner, self.model.config.get_text_config().vocab_size, self.allocator.trained)
-        plan = try_caps(self.learner, config.train, self.allocator.forward_cap, longest_sample(config), trials)
-        return [plan.describe(config.train.tokens_per_micro_batch)] if plan else []
+        allocator, longest = self.allocator, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        trials = Trials(self.learner, self.model.config.get_text_config().vocab_size, allocator.trained)
+        plan = try_caps(self.learner, config.train, allocator.cap, allocator.forward_cap, longest, trials)
+        return [plan.describe(allocator.cap)] if plan else []
 
     @property
     def finished(self) -> bool:
@@ -120,11 +125,12 @@ class Session:
     def tell(self, metrics: dict[str, Any]) -> None:
         """How the first step was packed; later, what the allocator had to change."""
         step, allocator = self.next_step, self.allocator
-        if self.num_replans is None and allocator.last_plan:
+        if not self.packed_once and allocator.last_plan:
+            self.packed_once = True
             self.bar.note(f"step {step}: {describe_plan(allocator.last_plan)}")
-        if allocator.num_replans > (self.num_replans or 0):
+        if allocator.num_replans > self.told:
             self.bar.note(f"step {step} did not fit in memory: micro-batches of {allocator.cap} tokens from now on")
-        self.num_replans = allocator.num_replans
+        self.told = allocator.num_replans
         if metrics["samples_cut"]:
             self.bar.note(f"step {step}: {metrics['samples_cut']} completions cut to train.tokens_per_micro_batch")
 
@@ -164,14 +170,15 @@ class Session:
         }
         save_checkpoint(self.folder / "checkpoint", self.model, self.tokenizer, self.learner.state(), state)
 
-    def restore(self) -> None:
-        """Go on from the run's checkpoint. ValueError where model or methods are not the ones it was made with."""
-        learner, state = load_checkpoint(self.folder / "checkpoint")
+    def check_saved(self, state: dict[str, Any]) -> None:
+        """ValueError where model or methods are not the ones that the checkpoint was made with."""
         if state["model"] != self.config.model.name or len(state["methods"]) != len(self.config.methods):
             raise ValueError(f"the checkpoint in {self.folder} was made with another model or other methods")
+
+    def restore(self, learner: dict[str, Any], state: dict[str, Any]) -> None:
+        """Go on from the run's checkpoint."""
         self.learner.load_state(learner)
         self.pool.restore(state["pool"])
-        self.allocator.restore(state["allocator"])
         for method, saved in zip(self.config.methods, state["methods"], strict=True):
             method.restore(saved)
         self.next_step, self.generated_tokens = state["next_step"], state["generated_tokens"]
@@ -274,12 +281,6 @@ def check_room(config: RunConfig, num_prompts: int) -> None:
             f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} exceed train.{name}={largest}; "
             "raise it, lower one of them, or set train.over_long"
         )
-
-
-def longest_sample(config: RunConfig) -> int:
-    """Tokens of the longest sample that can meet other ones in a micro-batch."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return min(longest, config.train.tokens_per_micro_batch)
 
 
 def data_notes(loaded: LoadedPrompts) -> list[str]:

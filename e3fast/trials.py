@@ -72,33 +72,35 @@ def split(tokens: int, each: int) -> list[int]:
 
 
 def try_caps(
-    learner: LocalLearner, config: TrainConfig, forward_cap: int, longest: int, trials: Trials
+    learner: LocalLearner, config: TrainConfig, cap: int, forward_cap: int, longest: int, trials: Trials
 ) -> MemoryPlan | None:
     """The memory plan that the caps were confirmed with; None where memory cannot be read.
 
     `longest`: tokens of the longest sample there can be. ValueError, with the largest cap that fits, where they do not.
     """
-    cap, kinds = config.tokens_per_micro_batch, sorted({SHORT, longest}, reverse=True)
+    kinds = sorted({SHORT, min(longest, cap)}, reverse=True)
     learner.allocate()
     try:
         trials.run(min(WARM_UP, cap), SHORT)
         trials.costs.anchors.clear()
         small = [trials.run(max(2, cap // part), SHORT) for part in (8, 4)]
         plan = plan_memory(learner, small)
-        refuse(plan, config)
+        refuse(plan, config, cap)
         full = [trials.run(cap, each) for each in kinds]
         if config.hard_cap:
-            full.append(trials.run(config.hard_cap, config.hard_cap))
-        if forward_cap > 2 * cap:  # below that, no activation kept outweighs twice the tokens
-            full += [trials.run(forward_cap, each, backward=False) for each in kinds]
+            trials.run(min(config.hard_cap, longest), longest)
+        if forward_cap > 2 * cap:  # below that, the activations that a backward pass keeps outweigh it
+            refuse_forward(trials.run(cap, SHORT, backward=False), forward_cap, plan)
+            for each in kinds:
+                trials.run(forward_cap, each, backward=False)
         if not config.deterministic:
             for part in (4, 2):
-                trials.run(max(2, cap // part), longest)
+                trials.run(max(2, cap // part), min(longest, cap))
     except OutOfMemory as error:
         raise ValueError(f"train.tokens_per_micro_batch={cap} does not fit in memory ({error}): lower it") from None
     finally:
         learner.drop_gradients()
-    return plan_memory(learner, [*small, *full[: len(kinds)]])
+    return plan_memory(learner, [*small, *full])
 
 
 def plan_memory(learner: LocalLearner, trials: Sequence[Trial]) -> MemoryPlan | None:
@@ -109,8 +111,17 @@ def plan_memory(learner: LocalLearner, trials: Sequence[Trial]) -> MemoryPlan | 
     return MemoryPlan(**learner.standing_bytes(), fixed=fixed, per_token=per_token, available=(1 - RESERVE) * free)
 
 
-def refuse(plan: MemoryPlan | None, config: TrainConfig) -> None:
-    largest = max(config.tokens_per_micro_batch, config.hard_cap)
+def refuse_forward(trial: Trial, forward_cap: int, plan: MemoryPlan | None) -> None:
+    need = (trial.peak_bytes or 0) * forward_cap / trial.tokens
+    if plan is not None and need > plan.available:
+        raise ValueError(
+            f"train.forward_tokens_per_micro_batch={forward_cap} needs about {need / GIB:.1f} GiB, "
+            f"and {plan.available / GIB:.1f} GiB are free; lower it"
+        )
+
+
+def refuse(plan: MemoryPlan | None, config: TrainConfig, cap: int) -> None:
+    largest = max(cap, config.hard_cap)
     if plan is not None and plan.need(largest) > plan.available:
         name = "hard_cap" if config.hard_cap else "tokens_per_micro_batch"
         raise ValueError(

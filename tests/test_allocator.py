@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 
+from e3fast import learner as learner_module
 from e3fast.allocator import Allocator, CostFit, halved
 from e3fast.config import TrainConfig
 from e3fast.costs import model_coefficients
@@ -61,6 +62,38 @@ def test_a_step_that_does_not_fit_is_repeated_in_smaller_micro_batches():
     assert torch.equal(weights, direct[3]) and stats.loss == direct[2].loss
     report = allocator.report()
     assert report["allocator/cap"] == allocator.cap and report["allocator/replans"] == allocator.num_replans
+
+
+@pytest.mark.parametrize("call", [1, 4, 9])
+def test_a_backward_pass_that_breaks_off_leaves_nothing_behind(call, monkeypatch):
+    """Memory can run out inside it, where a parameter's fresh gradient is widened for its master."""
+    samples, calls = make_samples(SHAPE, zero_groups={1}), []
+    widen = learner_module.move_gradient
+
+    def tight(master):
+        hook = widen(master)
+
+        def failing(param):
+            calls.append(param)
+            if len(calls) == call:
+                raise RuntimeError(NO_ROOM)
+            hook(param)
+
+        return failing
+
+    monkeypatch.setattr(learner_module, "move_gradient", tight)
+    allocator, _, stats, weights = step(10_000, 200, samples)
+    assert allocator.num_replans == 1
+    monkeypatch.setattr(learner_module, "move_gradient", widen)
+    direct = step(10_000, allocator.cap, samples)
+    assert stats.grad_norm == direct[2].grad_norm and torch.equal(weights, direct[3])
+
+
+def test_the_cap_is_halved_while_anything_can_be_split():
+    samples = make_samples([(4, [40]), (3, [5, 5, 5, 5])])
+    _, batch, _, _ = step(10_000, 44, samples)
+    assert max(len(own) for b in batch.plan.bins[0] for own in b) > 1 and batch.plan.tokens[0][0] == 44
+    assert halved(44, batch.plan) < 23
 
 
 def test_one_sample_that_does_not_fit_ends_the_run_with_advice():

@@ -64,6 +64,13 @@ def test_tiles_equal_dense_attention(shape, window, softcap, tile):
         torch.testing.assert_close(ours, want, atol=1e-11, rtol=1e-11)
 
 
+def test_memory_follows_the_tokens_and_not_how_often_a_prefix_is_seen():
+    """131 suffixes behind 2,000 tokens: gathered at once their keys are 64 times the tokens laid out."""
+    plan = AttentionPlan(*make_plan([(2000, [15] * 131)]))
+    assert max(block.key_index.numel() for block in plan.blocks) <= attention_plan.MAX_COLUMNS
+    assert sum(len(block.real) for block in plan.blocks) == 2000 + 131 * 15
+
+
 def test_bf16_errs_no_more_than_eager_attention():
     """Scores have the inputs' dtype, as in the eager attention of transformers, and gradients are added up in fp32."""
     ends, prefix_of = make_plan([(300, [200, 150])])

@@ -42,6 +42,8 @@ def test_a_container_leaves_what_its_limit_leaves(tmp_path):
     assert container_room(tmp_path) == []
     (tmp_path / "memory.max").write_text("1000\n")
     assert container_room(tmp_path) == [700.0]
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 50\n")  # what the kernel would drop at once
+    assert container_room(tmp_path) == [750.0]
 
 
 def test_the_meter_sees_what_is_taken_and_given_back():
@@ -64,6 +66,8 @@ def test_what_counts_as_out_of_memory():
         torch.empty(2**50)
     assert is_out_of_memory(caught.value)
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError())
+    for text in ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling", "MPS backend out of memory"):
+        assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(
         ValueError("DefaultCPUAllocator")
     )

@@ -157,6 +157,11 @@ def test_a_run_goes_on_where_memory_runs_out(tmp_path, model, monkeypatch, capsy
     assert norms(folder) == pytest.approx(norms(roomy), rel=1e-3) and min(norms(folder)) > 0
     state = json.loads((folder / "checkpoint" / "state.json").read_text())["allocator"]
     assert state["caps"][0] == metrics[-1]["allocator/cap"]
+    # On resume the smaller cap is what is tried, and the old event is not told again.
+    longer = text.replace("steps = 4", "steps = 5").replace("probe_memory = false", "probe_memory = true")
+    path = run_file(tmp_path, model, "resume = true\n" + longer, name="tight")
+    assert train(load_config(path)) is False and len(read_metrics(folder)) == 5
+    assert "did not fit" not in capsys.readouterr().out
 
 
 def test_a_sample_that_memory_does_not_hold_ends_the_run_with_one_message(tmp_path, model, monkeypatch, capsys):

@@ -51,7 +51,7 @@ def train(learner, count=3):
 def test_trials_leave_no_trace(dtype):
     plain, (learner, config, allocator, trials) = make(dtype)[0], make(dtype)
     drawn = torch.get_rng_state(), np.random.get_state()[1].tobytes()
-    try_caps(learner, config, allocator.forward_cap, 90, trials)
+    try_caps(learner, config, allocator.cap, allocator.forward_cap, 90, trials)
     assert torch.equal(torch.get_rng_state(), drawn[0]) and np.random.get_state()[1].tobytes() == drawn[1]
     assert all(p.grad is None for p in learner.masters) and learner.steps_done == 0
     assert torch.equal(train(learner), train(plain))
@@ -67,7 +67,7 @@ def test_the_full_cap_is_run_long_and_short(monkeypatch):
         return run(self, micro_batch, backward)
 
     monkeypatch.setattr(LocalLearner, "trial", watch)
-    plan = try_caps(learner, config, allocator.forward_cap, 90, trials)
+    plan = try_caps(learner, config, allocator.cap, allocator.forward_cap, 90, trials)
     assert {(400, 90, True), (400, 64, True), (1000, 90, False), (200, 90, True)} <= set(seen)
     assert len(allocator.trained.anchors) == sum(backward for *_, backward in seen) - 1  # the first only warms up
     if plan is not None:
@@ -85,11 +85,11 @@ def test_a_cap_that_memory_does_not_hold_is_refused_before_it_is_tried(monkeypat
         LocalLearner, "trial", lambda self, m, backward: seen.append(m.num_tokens) or run(self, m, backward)
     )
     with pytest.raises(ValueError, match=r"train\.tokens_per_micro_batch=400 needs about .* about 9 tokens fit"):
-        try_caps(learner, config, allocator.forward_cap, 90, trials)
+        try_caps(learner, config, allocator.cap, allocator.forward_cap, 90, trials)
     assert max(seen) <= 128 and all(p.grad is None for p in learner.masters)
     hard = dataclasses.replace(config, over_long="own_bin", hard_cap=500)
     with pytest.raises(ValueError, match=r"train\.hard_cap=500 needs"):
-        try_caps(learner, hard, allocator.forward_cap, 90, trials)
+        try_caps(learner, hard, allocator.cap, allocator.forward_cap, 90, trials)
 
 
 def test_memory_that_runs_out_in_a_trial_is_refused(monkeypatch):
@@ -100,4 +100,4 @@ def test_memory_that_runs_out_in_a_trial_is_refused(monkeypatch):
 
     monkeypatch.setattr(LocalLearner, "trial", trial)
     with pytest.raises(ValueError, match=r"does not fit in memory \(CUDA out of memory\): lower it"):
-        try_caps(learner, config, allocator.forward_cap, 90, trials)
+        try_caps(learner, config, allocator.cap, allocator.forward_cap, 90, trials)
