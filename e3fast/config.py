@@ -16,7 +16,7 @@ import tyro
 
 from e3fast.methods import Method, make_method
 from e3fast.tables import build, build_table, check
-from e3fast.types import LossParams
+from e3fast.types import LossConfig
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class RunConfig:
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     train: TrainConfig = TrainConfig()
-    loss: LossParams = field(default_factory=LossParams)
+    loss: LossConfig = LossConfig()
     eval: EvalConfig = EvalConfig()
     methods: Annotated[tuple[Method, ...], tyro.conf.Fixed] = ()
     """[[methods]] tables, called in file order; none is plain GRPO."""

@@ -13,14 +13,12 @@ import numpy as np
 
 from e3fast.sources import Row, is_gym, read_rows
 from e3fast.streams import stream_key, uniforms
-from e3fast.types import FloatArray, IntArray, Prompt
+from e3fast.types import FloatArray, IntArray, Messages, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from e3fast.config import DataConfig, SourceConfig
-
-Messages = tuple[dict[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ This module imports nothing of ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Verdict = Literal["correct", "truncated", "unparsable", "wrong", "failed"]
 VERDICTS: tuple[Verdict, ...] = ("correct", "truncated", "unparsable", "wrong", "failed")
 FinishReason = Literal["stop", "length"]
+Route = Literal["plain", "draw", "rescue"]
+ROUTES: tuple[Route, ...] = ("plain", "draw", "rescue")  # MicroBatch.routes holds indices of these
+Messages = tuple[dict[str, str], ...]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -32,14 +35,17 @@ class Prompt:
     id: str
     row: int
     token_ids: tuple[int, ...]
-    messages: tuple[dict[str, str], ...]
+    messages: Messages
     answer: str
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An order to the engine: `num_rollouts` completions of one prompt at one temperature. Makes one group."""
+    """An order to the engine: `num_rollouts` completions of one prompt at one temperature. Makes one group.
+
+    Completion j has the random stream (seed, first_rollout + j): a request that is split samples the same completions.
+    """
 
     prompt: Prompt
     num_rollouts: int
@@ -47,6 +53,18 @@ class Request:
     max_new_tokens: int
     seed: int  # 64-bit key of the request's random stream
     kind: Literal["first", "extra"] = "first"
+    first_rollout: int = 0
+    draw: int = 0  # the weights to sample with: 0 = the policy's own, d = its d-th draw of perturbed ones
+    prefixed_ids: tuple[int, ...] = ()  # the prompt's tokens with words put around it, for the engine alone
+
+    @property
+    def engine_ids(self) -> tuple[int, ...]:
+        """The tokens the engine samples behind. The loss is always taken behind the prompt's own."""
+        return self.prefixed_ids or self.prompt.token_ids
+
+    @property
+    def route(self) -> Route:
+        return "rescue" if self.kind == "extra" else "draw" if self.draw else "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +134,8 @@ class Sample:
     advantages: FloatArray  # (L,)
     rollout_logprobs: FloatArray  # (L,)
     temperatures: FloatArray  # (L,)
+    route: Route = "plain"
+    draw: int = 0  # the weights it was sampled with
 
     @property
     def num_loss_tokens(self) -> int:
@@ -146,6 +166,8 @@ class MicroBatch:
     cu_seqlens: torch.Tensor  # (N+1,) int64, from 0 to T
     prefix_of: torch.Tensor  # (N,) int64: segment that holds this one's prefix, -1 for none
     sample_of: torch.Tensor  # (N,) int64: index of the sample, -1 for a prefix or filler
+    routes: torch.Tensor  # (T,) int8: index into ROUTES
+    draw: int = 0  # the weights it is scored and trained at
 
     @property
     def num_tokens(self) -> int:
@@ -209,8 +231,8 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class LossParams:
-    """The loss of one step. A run's own values are the start of each step's `tune`."""
+class LossConfig:
+    """The loss a run asks for."""
 
     aggregation: Literal["token", "sequence", "group", "constant"] = "token"
     """How token losses are summed.
@@ -226,6 +248,10 @@ class LossParams:
     """Lower clip of the ratio to the policy that sampled, as 1 - clip_low. It acts once that ratio leaves 1."""
     clip_high: float = 0.2
     """Upper clip of the ratio, as 1 + clip_high."""
+    beta: float = 0.0
+    """Weight of KL(policy || start model), estimated by k3, in the loss; 0 = none, and no second model in memory."""
+    entropy_bonus: float = 0.0
+    """Weight of the token entropy in the loss; 0 = none."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -237,8 +263,25 @@ class LossParams:
         for name, clip, high in (("clip_low", self.clip_low, 1.0), ("clip_high", self.clip_high, float("inf"))):
             if not 0 < clip <= high:
                 raise ValueError(f"loss.{name} must be in (0, {high}], got {clip}")
+        for name in ("beta", "entropy_bonus"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"loss.{name} must be >= 0, got {getattr(self, name)}")
         if self.group_weight == "prompt" and self.aggregation != "token":
             raise ValueError(f"loss.group_weight 'prompt' needs loss.aggregation 'token', got {self.aggregation!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class LossParams(LossConfig):
+    """The loss of one step: the run's own, as methods have changed it in `tune`."""
+
+    rescue_shape: float = 0.0  # c > 0: rescue rows get -A r/(r + c) in place of the clipped loss
+    seq_mask: float | None = None  # c: a drawn sequence stays iff its ratio is in [1/c, c]
+    gradient_at: Literal["mean", "draw"] = "mean"  # the weights that drawn rows are trained at
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether rows of advantage 0 have a gradient too."""
+        return self.beta > 0 or self.entropy_bonus > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +299,14 @@ class StepStats:
     clip_share: float
     mismatch_mean: float  # mean |policy - engine| log-prob over loss tokens, before the update
     mismatch_max: float
+    kl: float  # mean k3 estimate to the start model over trained loss tokens; nan without one
+    keep_rate: float  # share of drawn sequences that the sequence mask kept; nan without a mask
     trained_tokens: int  # laid out in micro-batches with a backward pass
     scored_tokens: int  # laid out in forward-only micro-batches
     stepped: bool  # False where no sample had signal and nothing changed
     trained_seconds: tuple[float, ...] = field(compare=False)  # of each slot with a backward pass
     scored_seconds: tuple[float, ...] = field(compare=False)  # of each forward-only slot
+    latents: Mapping[str, FloatArray] = field(default_factory=dict, compare=False)  # prompt id -> (256,), see ctx.latents
 
 
 @dataclass(slots=True)
@@ -283,6 +329,9 @@ class StepContext:
     need: int  # prompts asked of the pool in the draw under way
     refill: Callable[[int], list[Request]]  # n new prompts of kind "first", this step's excluded
     regrouped: Callable[[list[Group]], list[Group]]  # preview of every regroup hook
+    encode: Callable[[Messages], tuple[int, ...]]  # chat messages as prompt tokens; ValueError where refused
+    latents: Callable[[Sequence[Prompt]], FloatArray]  # (n, 256): last hidden state at the prompt's end, projected
+    max_prompt_tokens: int = 0  # of a prompt with whatever is put around it
     round: int = 0
     pending: int = 0  # requests that methods before this one asked for in this round
     clean: dict[str, tuple[int, int]] = field(default_factory=dict)

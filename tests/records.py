@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 from e3fast.types import Group, Prompt, Request, Rollout, Score, StepContext, StepStats
 
 
@@ -15,13 +19,13 @@ def request(of: Prompt | None = None, num_rollouts: int = 8, temperature: float 
 
 
 def group(
-    of: Prompt | None = None, rewards=None, lengths=None, verdicts=None, id: int = 0, temperature: float = 1.0
+    of: Prompt | None = None, rewards=None, lengths=None, verdicts=None, id: int = 0, temperature: float = 1.0, **changes
 ) -> Group:
     """A group with one rollout a verdict; a correct one earns 1 unless `rewards` says otherwise."""
     verdicts = verdicts or ["correct" if r > 0 else "wrong" for r in rewards or [1.0]]
     lengths = lengths or [3] * len(verdicts)
     rewards = rewards if rewards is not None else [1.0 if v == "correct" else 0.0 for v in verdicts]
-    asked = request(of, len(verdicts), temperature)
+    asked = request(of, len(verdicts), temperature, **changes)
     rollouts = [
         Rollout(asked, tuple(range(10, 10 + n)), "t", (-0.5,) * n, "length" if v == "truncated" else "stop", 0)
         for n, v in zip(lengths, verdicts, strict=True)
@@ -42,11 +46,14 @@ def context(**changes) -> StepContext:
         need=3,
         refill=lambda n: [],
         regrouped=lambda groups: groups,
+        encode=lambda messages: tuple(range(sum(len(m["content"].split()) for m in messages))),
+        latents=lambda prompts: np.zeros((len(prompts), 256)),
+        max_prompt_tokens=1024,
     )
     return StepContext(**(fields | changes))
 
 
-def stats(entropy: float = 1.0, num_classes: int = 151936) -> StepStats:
+def stats(entropy: float = 1.0, num_classes: int = 151936, keep_rate: float = math.nan, latents=None) -> StepStats:
     return StepStats(
         loss=0.0,
         entropy=entropy,
@@ -59,9 +66,12 @@ def stats(entropy: float = 1.0, num_classes: int = 151936) -> StepStats:
         clip_share=0.0,
         mismatch_mean=0.0,
         mismatch_max=0.0,
+        kl=math.nan,
+        keep_rate=keep_rate,
         trained_tokens=1,
         scored_tokens=0,
         stepped=True,
         trained_seconds=(1.0,),
         scored_seconds=(),
+        latents=latents or {},
     )

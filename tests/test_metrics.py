@@ -57,6 +57,8 @@ def make_context(groups: list[Group], step: int = 0) -> StepContext:
         need=4,
         refill=lambda n: [],
         regrouped=lambda groups: groups,
+        encode=lambda messages: (1, 2),
+        latents=lambda prompts: np.zeros((len(prompts), 256)),
         clean={g.prompt.id: g.counts for g in groups},
     )
 
@@ -93,6 +95,8 @@ def make_stats(entropy: float = 0.7) -> StepStats:
         clip_share=0.0,
         mismatch_mean=1e-4,
         mismatch_max=1e-3,
+        kl=math.nan,
+        keep_rate=math.nan,
         trained_tokens=60,
         scored_tokens=15,
         trained_seconds=(0.5,),

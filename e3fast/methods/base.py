@@ -7,7 +7,7 @@ stands, so no method writes checkpoint code.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,10 +18,12 @@ import numpy.typing as npt
 from e3fast.types import Group, LossParams, Prompt, Request, StepContext, StepStats
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from e3fast.config import RunConfig
 
 
-SUPPLIED = frozenset({"entropy"})  # what the trainer measures for methods, always
+SUPPLIED = frozenset({"entropy", "latents", "reference", "one_update", "top_p_1"})  # what the trainer can do for methods
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Method:
     owns: ClassVar[frozenset[str]] = frozenset()
     """What this method alone may set: counts, temperature, draw, beta, rescue, selection, optimizer."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What the trainer must supply: entropy, ..."""
+    """What the trainer must supply: entropy, latents, reference (the frozen start model), one_update (a batch), top_p_1."""
     max_rounds: ClassVar[int] = 1
     """Rounds of rollouts in a step that this method may ask for."""
 
@@ -63,6 +65,15 @@ class Method:
     def tune(self, ctx: StepContext, loss: LossParams) -> LossParams:
         """Change this step's loss; it starts from the run's own."""
         return loss
+
+    def perturb(
+        self, ctx: StepContext, draw: int, name: str, weight: Tensor, optimizer_state: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Draw `draw` >= 1 of a weight, fp32 and whole; `optimizer_state` is what the optimizer keeps for it.
+
+        Pure, and the same each time it is called in a step: while rollouts are generated, and again in the learner.
+        """
+        return weight
 
     def observe(self, ctx: StepContext, groups: list[Group], stats: StepStats) -> None:
         """Learn from the step; the one hook that changes state."""
