@@ -9,9 +9,14 @@ from typing import Any
 
 from e3fast.methods.base import Method, check_methods
 from e3fast.methods.e3 import EntropyTemperature, RolloutBudget
+from e3fast.methods.lope import LoremRetry
 from e3fast.tables import build_table
 
-METHODS: dict[str, type[Method]] = {"rollout_budget": RolloutBudget, "entropy_temperature": EntropyTemperature}
+METHODS: dict[str, type[Method]] = {
+    "rollout_budget": RolloutBudget,
+    "entropy_temperature": EntropyTemperature,
+    "lorem_retry": LoremRetry,
+}
 
 
 def find_method(name: str) -> type[Method]:
@@ -49,4 +54,13 @@ def method_table(method: Method) -> dict[str, Any]:
     return {"name": names.get(cls, f"{cls.__module__}:{cls.__qualname__}"), **knobs}
 
 
-__all__ = ["METHODS", "EntropyTemperature", "Method", "RolloutBudget", "check_methods", "make_method", "method_table"]
+__all__ = [
+    "METHODS",
+    "EntropyTemperature",
+    "Method",
+    "RolloutBudget",
+    "check_methods",
+    "make_method",
+    "method_table",
+    "LoremRetry",
+]
