@@ -102,14 +102,13 @@ class Bench:
 
     def packed(self, sharing: bool) -> None:
         from e3fast.costs import model_coefficients, with_overhead
-        from e3fast.learner import Totals
-        from e3fast.objective import token_loss
         from e3fast.packing import pack
+        from e3fast.totals import Totals
         from e3fast.types import LossParams
 
         coefficients = with_overhead(model_coefficients(self.model.config), self.case.cap)
         batch = pack(self.samples, self.weights, self.case.cap, 1, coefficients=coefficients, sharing=sharing)
-        self.learner.accumulate(None, (), batch.micro_batches[0], token_loss(LossParams()), Totals())
+        self.learner.accumulate(None, (), batch.micro_batches[0], LossParams(), Totals())
 
     def padded(self) -> None:
         """Rows of one sample each, right-padded, in the order they came; the same loss op on the same rows."""

@@ -6,6 +6,7 @@ equal, compared before any arithmetic, and groups of one give an advantage of ex
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
@@ -68,6 +69,19 @@ def make_samples(groups: Sequence[Group], kind: AdvantageKind) -> list[Sample]:
     return samples
 
 
+def left_over_samples(groups: Sequence[Group], kept: Sequence[Group]) -> list[Sample]:
+    """Judged first rollouts that no kept group holds: they count in the step's entropy and in nothing else."""
+    used = {id(rollout) for group in kept for rollout in group.rollouts}
+    return [
+        dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+        for group in groups
+        if group.request.kind == "first"
+        for rollout, score in zip(group.rollouts, group.scores, strict=True)
+        if score.verdict != "failed" and id(rollout) not in used
+        for sample in (make_sample(group, rollout, 0.0),)
+    ]
+
+
 def make_sample(group: Group, rollout: Rollout, advantage: float) -> Sample:
     prompt, completion = rollout.request.prompt.token_ids, rollout.token_ids
     asked = np.arange(len(prompt) + len(completion)) >= len(prompt)
@@ -85,4 +99,6 @@ def make_sample(group: Group, rollout: Rollout, advantage: float) -> Sample:
         advantages=np.where(asked, advantage, 0.0),
         rollout_logprobs=on_completion(rollout.rollout_logprobs),
         temperatures=spread,
+        route=rollout.request.route,
+        draw=rollout.request.draw,
     )

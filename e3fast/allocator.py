@@ -7,6 +7,7 @@ on packing.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -16,9 +17,19 @@ from e3fast.config import TrainConfig
 from e3fast.costs import Fit, Observation, Work, bin_work, refit, with_overhead
 from e3fast.memory import OutOfMemory
 from e3fast.packing import cut_overlong, pack
-from e3fast.types import Batch, Coefficients, LossParams, PackingPlan, Sample, StepStats
+from e3fast.types import (
+    Batch,
+    BoolArray,
+    Coefficients,
+    FloatArray,
+    LossParams,
+    PackingPlan,
+    Sample,
+    StepStats,
+)
 
 if TYPE_CHECKING:
+    from e3fast.draws import Perturb
     from e3fast.learner import Learner
 
 WINDOW = 200  # micro-batches that a fit looks back on
@@ -84,16 +95,27 @@ class Allocator:
             return samples, 0
         return cut_overlong(samples, self.config.tokens_per_micro_batch)
 
-    def pack(self, samples: Sequence[Sample], weights: Sequence[float], num_ranks: int) -> Batch:
+    def pack(
+        self,
+        samples: Sequence[Sample],
+        weights: Sequence[float],
+        num_ranks: int,
+        loss: LossParams,
+        scored_at_draws: bool = False,
+    ) -> Batch:
+        """The step's micro-batches; with `scored_at_draws`, for a forward pass alone of each sample at its own draw."""
+        backward = "none" if scored_at_draws else "all" if loss.needs_every_row else "signal"
         return pack(
             samples,
             weights,
             self.cap,
             num_ranks,
+            backward=backward,
+            at_draws=scored_at_draws or loss.gradient_at == "draw",
             coefficients=self.coefficients(self.trained),
             forward_coefficients=self.coefficients(self.scored),
             sharing=self.config.share_prompts,
-            score_all=self.config.entropy_rows == "all",
+            score_all=scored_at_draws or self.config.entropy_rows == "all",
             forward_cap=self.forward_cap,
             # Under a cap that was halved, a sample that fitted before has a micro-batch of its own.
             hard_cap=max(self.config.hard_cap, self.config.tokens_per_micro_batch),
@@ -104,6 +126,19 @@ class Allocator:
         fit = None if self.config.deterministic else costs.fit
         return fit.coefficients if fit else costs.start
 
+    def rescore(
+        self, learner: Learner, samples: list[Sample], loss: LossParams, perturb: Perturb | None
+    ) -> list[Sample]:
+        """With loss.behaviour_logprobs "learner": drawn samples with the learner's log-probs at their draw."""
+        drawn = [i for i, sample in enumerate(samples) if sample.route == "draw" and sample.num_loss_tokens]
+        if loss.behaviour_logprobs == "engine" or not drawn:
+            return samples
+        own = [samples[i] for i in drawn]
+        batch = self.pack(own, [0.0] * len(own), learner.num_ranks, loss, scored_at_draws=True)
+        found = learner.logprobs(batch, perturb)
+        again = {i: with_logprobs(samples[i], found[k]) for k, i in enumerate(drawn)}
+        return [again.get(i, sample) for i, sample in enumerate(samples)]
+
     def update(
         self,
         learner: Learner,
@@ -112,6 +147,7 @@ class Allocator:
         weights: Sequence[float],
         loss: LossParams,
         probe: bool,
+        perturb: Perturb | None = None,
     ) -> tuple[Batch, StepStats]:
         """Update; out of memory, with the samples packed again at half the cap. Returns the batch that went through.
 
@@ -119,7 +155,7 @@ class Allocator:
         """
         while True:
             try:
-                stats = learner.update(batch, loss, probe)
+                stats = learner.update(batch, loss, probe, perturb)
             except OutOfMemory as error:
                 failed = str(error)
             else:
@@ -128,7 +164,7 @@ class Allocator:
                 self.scored.observe(batch.forward_plan, samples, stats.scored_seconds)
                 return batch, stats
             self.shrink(batch, failed)
-            batch = self.pack(samples, weights, learner.num_ranks)
+            batch = self.pack(samples, weights, learner.num_ranks, loss)
 
     def shrink(self, batch: Batch, failed: str) -> None:
         """Half of what did not fit becomes the cap, of this step and all later ones."""
@@ -165,6 +201,18 @@ class Allocator:
             self.cap, self.forward_cap = min(self.cap, state["caps"][0]), min(self.forward_cap, state["caps"][1])
         self.trained.restore(state["trained"])
         self.scored.restore(state["scored"])
+
+
+def with_logprobs(sample: Sample, logprobs: FloatArray) -> Sample:
+    """A sample whose asked tokens have these behaviour log-probs."""
+    asked = sample.loss_mask | sample.entropy_mask
+    return dataclasses.replace(sample, rollout_logprobs=replaced(sample.rollout_logprobs, asked, logprobs))
+
+
+def replaced(values: FloatArray, where: BoolArray, new: FloatArray) -> FloatArray:
+    out = values.copy()
+    out[where] = new
+    return out
 
 
 def halved(cap: int, plan: PackingPlan) -> int:

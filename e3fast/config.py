@@ -153,6 +153,8 @@ class TrainConfig:
     """How a group's rewards become advantages."""
     learning_rate: float = 1e-6
     """AdamW's peak step size."""
+    optimizer: Literal["adamw", "ivon"] = "adamw"
+    """AdamW, or IVON, whose knobs are those of the method perturbed_weights."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: float = 0.01
@@ -235,7 +237,7 @@ class RunConfig:
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     train: TrainConfig = TrainConfig()
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = field(default_factory=LossConfig)
     eval: EvalConfig = EvalConfig()
     methods: Annotated[tuple[Method, ...], tyro.conf.Fixed] = ()
     """[[methods]] tables, called in file order; none is plain GRPO."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from csrc_triton import linear_grpo_loss, linear_logprobs
-from csrc_triton.losses import TokenLoss
+from csrc_triton.losses import TokenLoss, scope_of
+from e3fast import latents
 from e3fast.config import TrainConfig
+from e3fast.draws import Draws, Perturb
+from e3fast.ivon import Ivon, IvonConfig
 from e3fast.memory import OutOfMemory, PeakMeter, Trial, is_out_of_memory
 from e3fast.model import output_head, packed_hidden
 from e3fast.objective import token_loss
-from e3fast.types import Batch, LossParams, MicroBatch, StepStats
+from e3fast.stopwatch import mark, seconds_between
+from e3fast.totals import Totals, row_ends, segment_of
+from e3fast.types import Batch, FloatArray, LossParams, MicroBatch, Prompt, StepStats
 
 PROBE_STEP = 1.05  # factor on the temperature that the elasticity is measured with
 
@@ -28,7 +32,18 @@ class Learner(Protocol):
 
     num_ranks: int
 
-    def update(self, batch: Batch, loss: LossParams, probe: bool = False) -> StepStats: ...
+    def update(
+        self, batch: Batch, loss: LossParams, probe: bool = False, perturb: Perturb | None = None
+    ) -> StepStats: ...
+
+    @property
+    def draw(self) -> int: ...
+
+    def stand_at(self, draw: int, perturb: Perturb | None) -> None: ...
+
+    def logprobs(self, batch: Batch, perturb: Perturb | None) -> dict[int, FloatArray]: ...
+
+    def latents(self, prompts: Sequence[Prompt]) -> FloatArray: ...
 
     def allocate(self) -> None: ...
 
@@ -43,59 +58,6 @@ class Learner(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass
-class Totals:
-    """Sums over a step's tokens, fp64: metrics travel as (sum, count), never as means of means."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    entropy_tokens: int = 0
-    gap: float = 0.0
-    gap_max: float = 0.0
-    loss_tokens: int = 0
-    clipped: float = 0.0
-    ratio_max: float = 0.0
-    probe: tuple[float, float] = (math.nan, math.nan)
-    tokens: dict[str, int] = field(default_factory=lambda: {"trained": 0, "scored": 0})
-    seconds: dict[str, tuple[float, ...]] = field(default_factory=lambda: {"trained": (), "scored": ()})
-
-    def add(self, micro_batch: MicroBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, kind: str) -> None:
-        counted, asked = micro_batch.entropy_mask[rows], micro_batch.loss_mask[rows]
-        self.entropy += float(entropy[counted].double().sum())
-        self.entropy_tokens += int(counted.sum())
-        gap = (logprobs - micro_batch.rollout_logprobs[rows])[asked].abs().double()
-        self.gap += float(gap.sum())
-        self.gap_max = max(self.gap_max, float(gap.max()) if len(gap) else 0.0)
-        self.loss_tokens += len(gap)
-        self.tokens[kind] += micro_batch.num_tokens
-
-    def add_loss(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-        self.loss += float(loss)
-        self.clipped += float(metrics.get("clipped", 0.0))
-        self.ratio_max = max(self.ratio_max, float(metrics.get("ratio_max", 0.0)))
-
-    def stats(self, grad_norm: float, stepped: bool, num_classes: int) -> StepStats:
-        share = lambda total, count: total / count if count else math.nan  # noqa: E731
-        return StepStats(
-            loss=self.loss,
-            entropy=share(self.entropy, self.entropy_tokens),
-            entropy_tokens=self.entropy_tokens,
-            num_classes=num_classes,
-            entropy_at_one=self.probe[0],
-            elasticity=self.probe[1],
-            grad_norm=grad_norm,
-            ratio_max=self.ratio_max,
-            clip_share=share(self.clipped, self.loss_tokens),
-            mismatch_mean=share(self.gap, self.loss_tokens),
-            mismatch_max=self.gap_max,
-            trained_tokens=self.tokens["trained"],
-            scored_tokens=self.tokens["scored"],
-            trained_seconds=self.seconds["trained"],
-            scored_seconds=self.seconds["scored"],
-            stepped=stepped,
-        )
-
-
 class LocalLearner:
     """The learner of one process on one device.
 
@@ -105,61 +67,123 @@ class LocalLearner:
 
     num_ranks = 1
 
-    def __init__(self, model: Any, config: TrainConfig, device: torch.device) -> None:
+    reference: Any = None  # the frozen start model
+    latent_matrix: Tensor | None = None  # (H, 256)
+
+    def __init__(self, model: Any, config: TrainConfig, device: torch.device, ivon: IvonConfig | None = None) -> None:
+        """`ivon` where train.optimizer is "ivon": its own learning rate and warm-up hold then."""
         self.model, self.config, self.device = model, config, device
-        self.params = [p for p in model.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.params = [p for _, p in named]
         self.own_masters = all(p.dtype == torch.float32 for p in self.params)
         self.masters = self.params if self.own_masters else [p.detach().float().requires_grad_() for p in self.params]
         if not self.own_masters:
             for param, master in zip(self.params, self.masters, strict=True):
                 param.register_post_accumulate_grad_hook(move_gradient(master))
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
+        self.optimizer = Ivon(self.masters, ivon) if ivon else adamw(self.masters, config)
+        self.peak = (ivon.lr, ivon.warmup) if ivon else (config.learning_rate, config.warmup_steps)
+        self.draws = Draws([name for name, _ in named], self.params, self.masters, self.optimizer)
         self.steps_done = 0
 
-    def update(self, batch: Batch, loss: LossParams, probe: bool = False) -> StepStats:
+    def keep_reference(self) -> None:
+        """Freeze the model as it is now, for losses with a KL term. One more copy of the weights."""
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+
+    def measure_latents(self, seed: int) -> None:
+        """From now on each step's stats hold its prompts' latents."""
+        self.latent_matrix = latents.projection(seed, output_head(self.model).weight.shape[1], self.device)
+
+    def latents(self, prompts: Sequence[Prompt]) -> FloatArray:
+        assert self.latent_matrix is not None
+        return latents.of_prompts(self.model, prompts, self.config.tokens_per_micro_batch, self.latent_matrix)
+
+    @property
+    def draw(self) -> int:
+        """Whose weights the model holds: 0 = the policy's own."""
+        return self.draws.draw
+
+    def stand_at(self, draw: int, perturb: Perturb | None) -> None:
+        self.draws.stand_at(draw, perturb)
+
+    def update(self, batch: Batch, loss: LossParams, probe: bool = False, perturb: Perturb | None = None) -> StepStats:
         """Forward and backward over all micro-batches, one clipped optimizer step. Without signal nothing changes.
 
-        `probe` also measures, before the step, how the entropy of one micro-batch answers the temperature.
-        OutOfMemory where a micro-batch does not fit: the gradients so far are dropped, and nothing has changed.
+        `probe` also measures, before the step, how the entropy of one micro-batch answers the temperature. Each
+        micro-batch is worked out at its draw of weights, made by `perturb`. OutOfMemory where a micro-batch does not
+        fit: the gradients so far are dropped, and nothing has changed.
         """
         totals = Totals()
         scored, trained = batch.forward_only[0], batch.micro_batches[0]
         first = next(iter((*trained, *scored)), None) if probe else None
-        self.accumulate(first, scored, trained, token_loss(loss), totals)
-        grad_norm, stepped = self.step() if trained else (0.0, False)
-        return totals.stats(grad_norm, stepped, output_head(self.model).weight.shape[0])
+        self.accumulate(first, scored, trained, loss, totals, perturb)
+        kept = 1.0 if loss.seq_mask is None else totals.kept_weight
+        grad_norm, stepped = self.step(kept) if trained else (0.0, False)
+        latents = {batch.prompt_ids[i]: latent for i, latent in totals.latents.items() if i >= 0}
+        return totals.stats(grad_norm, stepped, output_head(self.model).weight.shape[0], latents)
 
     def accumulate(
         self,
         probed: MicroBatch | None,
         scored: Sequence[MicroBatch],
         trained: Sequence[MicroBatch],
-        formula: TokenLoss,
+        loss: LossParams,
         totals: Totals,
+        perturb: Perturb | None = None,
     ) -> None:
+        """Gradients and totals of a step; the model holds the policy's own weights when it returns."""
         failed: str | None = None
+        formula = token_loss(loss)
         try:
             if probed is not None:
+                self.stand_at(probed.draw, perturb)
                 totals.probe = self.probe(to_device(probed, self.device))
-            totals.seconds["scored"] = self.timed(lambda m: self.score(m, totals), scored)
-            totals.seconds["trained"] = self.timed(lambda m: self.backward(m, formula, totals), trained)
+            totals.seconds["scored"] = self.timed(lambda m: self.score(m, totals, loss.seq_mask), scored, perturb)
+            totals.seconds["trained"] = self.timed(lambda m: self.backward(m, formula, totals), trained, perturb)
+            self.draws.gather(perturb)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             failed = (str(error).splitlines() or [type(error).__name__])[0]
+        finally:
+            self.stand_at(0, None)
         if failed is not None:  # only now: the error's traceback held the activations
             self.drop_gradients()
             raise OutOfMemory(failed)
 
-    def timed(self, work: Callable[[MicroBatch], None], micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Seconds of each; on a GPU by events."""
-        marks = [mark(self.device)]
+    def timed(
+        self,
+        work: Callable[[MicroBatch], None],
+        micro_batches: Sequence[MicroBatch],
+        perturb: Perturb | None = None,
+    ) -> tuple[float, ...]:
+        """Seconds of each, without the loading of draws; on a GPU by events."""
+        marks = []
         for micro_batch in micro_batches:
+            if micro_batch.draw != self.draw:
+                self.draws.gather(perturb)
+                self.stand_at(micro_batch.draw, perturb)
+            marks.append(mark(self.device))
             work(to_device(micro_batch, self.device))
             marks.append(mark(self.device))
-        return seconds_between(marks, self.device)
+        return seconds_between(marks, self.device)[::2]
+
+    def logprobs(self, batch: Batch, perturb: Perturb | None) -> dict[int, FloatArray]:
+        """Log-probs of each sample's completion tokens, in order, at the micro-batches' draws; sample -> (C,)."""
+        found: dict[int, FloatArray] = {}
+
+        def keep(micro_batch: MicroBatch) -> None:
+            rows = torch.nonzero(micro_batch.targets >= 0)[:, 0]
+            _, values, _ = self.forward(self.model, micro_batch, rows)
+            segments = segment_of(micro_batch, rows)
+            owners, counts = torch.unique_consecutive(segments, return_counts=True)
+            parts = values.double().cpu().split(counts.tolist())
+            found.update(zip(micro_batch.sample_of[owners].tolist(), [p.numpy() for p in parts], strict=True))
+
+        try:
+            self.timed(keep, batch.forward_only[0], perturb)
+        finally:
+            self.stand_at(0, None)
+        return found
 
     def allocate(self) -> None:
         """Let gradients and optimizer state stand before the first step, so that memory is measured beside them.
@@ -178,7 +202,7 @@ class LocalLearner:
         meter, totals = PeakMeter(self.device), Totals()
         meter.start()
         scored, trained = ((), (micro_batch,)) if backward else ((micro_batch,), ())
-        self.accumulate(None, scored, trained, token_loss(LossParams()), totals)
+        self.accumulate(None, scored, trained, LossParams(), totals)
         (seconds,) = totals.seconds["trained" if backward else "scored"]
         return Trial(micro_batch.num_tokens, seconds, meter.read())
 
@@ -202,16 +226,28 @@ class LocalLearner:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def score(self, micro_batch: MicroBatch, totals: Totals) -> None:
+    def forward(self, model: Any, micro_batch: MicroBatch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states (R, H), log-probs and entropies (R,) of some rows of a micro-batch."""
+        hidden = packed_hidden(model, micro_batch)[rows]
+        return hidden, *self.head_pass(model, hidden, micro_batch.targets[rows], micro_batch.temperatures[rows])
+
+    @torch.no_grad()
+    def score(self, micro_batch: MicroBatch, totals: Totals, seq_mask: float | None = None) -> None:
         """Log-probs and entropy alone, for samples that add nothing to the gradient."""
         rows = torch.nonzero(micro_batch.targets >= 0)[:, 0]
-        hidden = packed_hidden(self.model, micro_batch)[rows]
-        logprobs, entropy = self.head_pass(hidden, micro_batch.targets[rows], micro_batch.temperatures[rows])
+        hidden, logprobs, entropy = self.forward(self.model, micro_batch, rows)
         totals.add(micro_batch, rows, logprobs, entropy, "scored")
+        self.note_latents(hidden, rows, micro_batch, totals)
+        if seq_mask is not None:
+            totals.mask_scored(micro_batch, rows, logprobs, seq_mask)
 
-    def head_pass(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    def note_latents(self, hidden: Tensor, rows: Tensor, micro_batch: MicroBatch, totals: Totals) -> None:
+        if self.latent_matrix is not None and len(rows):
+            totals.latents |= latents.from_training(hidden, rows, micro_batch, self.latent_matrix)
+
+    def head_pass(self, model: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs of the targets and entropies, (R,) each, from hidden states (R, H)."""
-        head = output_head(self.model)
+        head = output_head(model)
         out = linear_logprobs(
             hidden,
             head.weight,
@@ -231,7 +267,8 @@ class LocalLearner:
         rows = torch.nonzero(micro_batch.entropy_mask)[:, 0]
         hidden, targets = packed_hidden(self.model, micro_batch)[rows], micro_batch.targets[rows]
         tau = micro_batch.temperatures[rows]
-        mean = lambda at: float(self.head_pass(hidden, targets, at)[1].double().mean()) if len(rows) else math.nan  # noqa: E731
+        at_tau = lambda at: self.head_pass(self.model, hidden, targets, at)[1].double()  # noqa: E731
+        mean = lambda at: float(at_tau(at).mean()) if len(rows) else math.nan  # noqa: E731
         plain, hotter, at_one = mean(tau), mean(PROBE_STEP * tau), mean(torch.ones_like(tau))
         usable = plain > 0 and hotter > 0
         return at_one, math.log(hotter / plain) / math.log(PROBE_STEP) if usable else math.nan
@@ -239,13 +276,15 @@ class LocalLearner:
     def backward(self, micro_batch: MicroBatch, formula: TokenLoss, totals: Totals) -> None:
         rows = torch.nonzero(micro_batch.loss_weights)[:, 0]  # the head runs only where the loss asks
         head = output_head(self.model)
+        hidden = packed_hidden(self.model, micro_batch)[rows]
         out = linear_grpo_loss(
-            packed_hidden(self.model, micro_batch)[rows],
+            hidden,
             head.weight,
             micro_batch.targets[rows],
-            {"advantages": micro_batch.advantages[rows]},
+            self.token_data(micro_batch, rows),
             formula,
             micro_batch.loss_weights[rows],
+            cu_seqlens=row_ends(micro_batch, rows) if scope_of(formula) == "sequence" else None,
             bias=head.bias,
             temperature=micro_batch.temperatures[rows],
             logit_scale=head.logit_scale,
@@ -256,26 +295,51 @@ class LocalLearner:
         assert out.entropy is not None
         totals.add(micro_batch, rows, out.logprobs, out.entropy, "trained")
         totals.add_loss(out.loss.detach(), out.metrics)
+        self.note_latents(hidden, rows, micro_batch, totals)
 
-    def step(self) -> tuple[float, bool]:
+    def token_data(self, micro_batch: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
+        """What the token loss reads of each row; on-policy rows need their advantage alone."""
+        data = {"advantages": micro_batch.advantages[rows]}
+        if bool(micro_batch.routes.any()):
+            data |= {"routes": micro_batch.routes[rows], "rollout_logprobs": micro_batch.rollout_logprobs[rows]}
+        if self.reference is not None:
+            data["ref_logprobs"] = self.forward(self.reference, micro_batch, rows)[1]
+        return data
+
+    def step(self, kept_weight: float = 1.0) -> tuple[float, bool]:
         """Clip once by the global norm, step, round into the model.
 
-        A gradient that is not finite is dropped, not applied.
+        `kept_weight` is what a mask has left of the loss weights' sum: the rest stands for the whole. A gradient that
+        is not finite is dropped, not applied; so is one that nothing is left of.
         """
         self.optimizer.param_groups[0]["lr"] = self.learning_rate
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.max_grad_norm))
+        if isinstance(self.optimizer, Ivon):
+            self.optimizer.spread()
+        grads = [master.grad for master in self.masters if master.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads)) / kept_weight if kept_weight > 0 else math.nan
         if math.isfinite(norm):
+            self.scale(min(1.0, self.config.max_grad_norm / (norm + 1e-6)) / kept_weight)
             self.optimizer.step()
             self.publish()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_done += 1
         return norm, math.isfinite(norm)
 
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        for master in self.masters:
+            if master.grad is not None:
+                master.grad *= factor
+        if isinstance(self.optimizer, Ivon):
+            self.optimizer.scale(factor)
+
     @property
     def learning_rate(self) -> float:
         """Linear warm-up from 0, then constant."""
-        warm = self.config.warmup_steps
-        return self.config.learning_rate * (min(1.0, (self.steps_done + 1) / warm) if warm else 1.0)
+        peak, warm = self.peak
+        return peak * (min(1.0, (self.steps_done + 1) / warm) if warm else 1.0)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -301,9 +365,15 @@ class LocalLearner:
             master.copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         # load_state_dict brings the old run's knobs along; this run's hold.
-        self.optimizer.param_groups[0].update(betas=self.config.betas, weight_decay=self.config.weight_decay)
+        if not isinstance(self.optimizer, Ivon):
+            self.optimizer.param_groups[0].update(betas=self.config.betas, weight_decay=self.config.weight_decay)
         self.steps_done = state["steps_done"]
         self.publish()
+
+
+def adamw(masters: list[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+    knobs: dict[str, Any] = dict(lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(masters, fused=True, **knobs)
 
 
 def move_gradient(master: Tensor) -> Any:
@@ -320,24 +390,9 @@ def move_gradient(master: Tensor) -> Any:
     return hook
 
 
-def mark(device: torch.device) -> Any:
-    """A point in a device's time."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(marks: Sequence[Any], device: torch.device) -> tuple[float, ...]:
-    if device.type != "cuda":
-        return tuple(b - a for a, b in pairwise(marks))
-    torch.cuda.synchronize(device)
-    return tuple(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
-
-
 def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     if device.type == "cpu":
         return micro_batch
-    fields = {name: getattr(micro_batch, name).to(device, non_blocking=True) for name in MicroBatch.__slots__}
-    return MicroBatch(**fields)
+    fields = {name: getattr(micro_batch, name) for name in MicroBatch.__slots__}
+    moved = {k: v.to(device, non_blocking=True) for k, v in fields.items() if isinstance(v, Tensor)}
+    return dataclasses.replace(micro_batch, **moved)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from e3fast.planning import plan_metrics
-from e3fast.types import VERDICTS, Batch, Group, StepContext, StepStats
+from e3fast.types import VERDICTS, Batch, Group, LossParams, StepContext, StepStats
 
 
 class StageClock:
@@ -51,7 +51,9 @@ class StageClock:
         return taken
 
 
-def step_metrics(ctx: StepContext, groups: Sequence[Group], batch: Batch, stats: StepStats) -> dict[str, Any]:
+def step_metrics(
+    ctx: StepContext, groups: Sequence[Group], loss: LossParams, batch: Batch, stats: StepStats
+) -> dict[str, Any]:
     """The step's flat metrics; a mean of nothing is nan. Pure: time, totals and memory are the trainer's to add."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = [len(rollout.token_ids) for rollout in rollouts]
@@ -64,7 +66,8 @@ def step_metrics(ctx: StepContext, groups: Sequence[Group], batch: Batch, stats:
         "temperature": mean([rollout.request.temperature for rollout in rollouts]),
         "clean_accuracy": math.nan if accuracy is None else accuracy,
         **verdict_metrics(groups),
-        **group_metrics(groups),
+        **group_metrics(ctx, groups),
+        **extra_metrics(ctx, groups),
         "entropy": stats.entropy,
         "entropy_at_one": stats.entropy_at_one,
         "entropy_elasticity": stats.elasticity,
@@ -74,6 +77,9 @@ def step_metrics(ctx: StepContext, groups: Sequence[Group], batch: Batch, stats:
         "clip_share": stats.clip_share,
         "mismatch_mean": stats.mismatch_mean,
         "mismatch_max": stats.mismatch_max,
+        "beta": loss.beta,
+        "kl": stats.kl,
+        "keep_rate": stats.keep_rate,
         "stepped": stats.stepped,
         "trained_tokens": stats.trained_tokens,
         "scored_tokens": stats.scored_tokens,
@@ -93,17 +99,35 @@ def verdict_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
     }
 
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
-    """Group sizes, and the shares of judged groups that are mixed (signal), all wrong, all correct: they sum to 1."""
-    counts = [group.counts for group in groups if group.counts[0]]
-    sizes = [len(group.rollouts) for group in groups]
+def group_metrics(ctx: StepContext, groups: Sequence[Group]) -> dict[str, float | int]:
+    """Rollouts of each prompt's first requests: how many, and the shares of judged prompts with mixed outcome
+    (signal), all wrong, all correct: they sum to 1.
+    """
+    counts = [(judged, correct) for judged, correct in ctx.clean.values() if judged]
+    by_prompt: dict[str, int] = {}
+    for group in groups:
+        if group.request.kind == "first":
+            by_prompt[group.prompt.id] = by_prompt.get(group.prompt.id, 0) + len(group.rollouts)
+    sizes = list(by_prompt.values())
     return {
+        "prompts": len(sizes),
         "signal_share": mean([0 < correct < judged for judged, correct in counts]),
         "all_wrong_share": mean([correct == 0 for _, correct in counts]),
         "all_correct_share": mean([correct == judged for judged, correct in counts]),
         "group_size_min": min(sizes, default=0),
         "group_size_mean": mean(sizes),
         "group_size_max": max(sizes, default=0),
+    }
+
+
+def extra_metrics(ctx: StepContext, groups: Sequence[Group]) -> dict[str, float | int]:
+    """What methods asked for beside the first round: its share of all tokens, and what retries were right in."""
+    tokens = lambda own: sum(len(rollout.token_ids) for group in own for rollout in group.rollouts)  # noqa: E731
+    extra = [group for group in groups if group.request.kind == "extra"]
+    return {
+        "rounds": ctx.round,
+        "extra_token_share": tokens(extra) / max(tokens(groups), 1),
+        "rescued_prompts": len({group.prompt.id for group in extra if group.counts[1]}),
     }
 
 

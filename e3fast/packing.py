@@ -9,9 +9,11 @@ Letters: P prompt tokens, L tokens of a sample, T tokens of a micro-batch, N seg
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ import torch
 
 from e3fast.costs import with_overhead
 from e3fast.planning import plan_packing
-from e3fast.types import Batch, Coefficients, MicroBatch, PackingPlan, Sample
+from e3fast.types import ROUTES, Batch, Coefficients, MicroBatch, PackingPlan, Sample
 
 IGNORED = -100
 EVEN = Coefficients(c0=0.0, a=1.0, b=0.0)  # every token costs the same
@@ -38,30 +40,72 @@ def pack(
     score_all: bool = True,
     forward_cap: int | None = None,
     hard_cap: int | None = None,
+    backward: Literal["signal", "all", "none"] = "signal",
+    at_draws: bool = False,
 ) -> Batch:
     """One optimiser step's samples as micro-batches; `weights` (one a sample) weigh its loss tokens.
 
-    Samples whose advantages are all zero get no backward pass: they go into `forward_only`, for their entropy, or with
-    `score_all` off nowhere. Samples without a loss token are not packed. Micro-batches without a backward pass have
-    their own cap and costs; without them, those of the others. Samples over the cap have a micro-batch to themselves,
-    up to `hard_cap`; ValueError for a longer one.
+    `backward`: who gets a backward pass; by default samples with an advantage that is not zero. The others go into
+    `forward_only`, for their entropy, or with `score_all` off nowhere. Samples with neither loss nor entropy tokens are
+    not packed. With `at_draws` a micro-batch holds samples of one draw of weights, and is to be worked out there.
+    Micro-batches without a backward pass have their own cap and costs; without them, those of the others. Samples over
+    the cap have a micro-batch to themselves, up to `hard_cap`; ValueError for a longer one.
     """
     costs = coefficients or with_overhead(EVEN, tokens_per_micro_batch)
     asked = [i for i, sample in enumerate(samples) if sample.num_loss_tokens]
-    trained = [i for i in asked if samples[i].has_signal]
-    scored = [i for i in asked if score_all and not samples[i].has_signal]
+    wanted = {"signal": lambda sample: sample.has_signal, "all": lambda _: True, "none": lambda _: False}[backward]
+    trained = [i for i in asked if wanted(samples[i])]
+    rest = sorted({i for i, sample in enumerate(samples) if sample.num_loss_tokens or sample.entropy_mask.any()})
+    scored = sorted(set(rest) - set(trained)) if score_all else []
     cap, wide = tokens_per_micro_batch, forward_cap or tokens_per_micro_batch
-    plan = plan_chosen(samples, trained, num_ranks, cap, costs, sharing, hard_cap)
     longest = max(wide, hard_cap or 0)
-    forward_plan = plan_chosen(samples, scored, num_ranks, wide, forward_coefficients or costs, sharing, longest)
+    lay = functools.partial(lay_out_draws, samples, weights, num_ranks=num_ranks, sharing=sharing, at_draws=at_draws)
+    plan, micro_batches = lay(trained, cap=cap, coefficients=costs, hard_cap=hard_cap)
+    forward_plan, forward_only = lay(scored, cap=wide, coefficients=forward_coefficients or costs, hard_cap=longest)
     return Batch(
-        micro_batches=build_all(samples, weights, plan),
-        forward_only=build_all(samples, weights, forward_plan),
+        micro_batches=micro_batches,
+        forward_only=forward_only,
+        prompt_ids=tuple(sample.prompt_id for sample in samples),
         num_loss_tokens=sum(samples[i].num_loss_tokens for i in asked),
         num_sequences=len(asked),
         num_groups=len({samples[i].group for i in asked}),
         plan=plan,
         forward_plan=forward_plan,
+    )
+
+
+def lay_out_draws(
+    samples: Sequence[Sample],
+    weights: Sequence[float],
+    chosen: Sequence[int],
+    *,
+    num_ranks: int,
+    cap: int,
+    coefficients: Coefficients,
+    sharing: bool,
+    hard_cap: int | None,
+    at_draws: bool,
+) -> tuple[PackingPlan, tuple[tuple[MicroBatch, ...], ...]]:
+    """Plan and micro-batches of some samples; draw after draw, so that each draw of weights is loaded once."""
+    plans, parts = [], []
+    for draw in sorted({samples[i].draw if at_draws else 0 for i in chosen}) or [0]:
+        own = [i for i in chosen if not at_draws or samples[i].draw == draw]
+        plans.append(plan_chosen(samples, own, num_ranks, cap, coefficients, sharing, hard_cap))
+        parts.append(build_all(samples, weights, plans[-1], draw))
+    return join_plans(plans), tuple(sum(own, ()) for own in zip(*parts, strict=True))
+
+
+def join_plans(plans: Sequence[PackingPlan]) -> PackingPlan:
+    """Plans of the same ranks, cap and costs, one after the other."""
+    if len(plans) == 1:
+        return plans[0]
+    join = lambda name: tuple(sum(own, ()) for own in zip(*(getattr(plan, name) for plan in plans), strict=True))  # noqa: E731
+    return replace(
+        plans[0],
+        **{name: join(name) for name in ("bins", "tokens", "costs")},
+        unshared_tokens=sum(plan.unshared_tokens for plan in plans),
+        unshared_cost=sum(plan.unshared_cost for plan in plans),
+        digest=hashlib.blake2b("".join(plan.digest for plan in plans).encode(), digest_size=8).hexdigest(),
     )
 
 
@@ -86,9 +130,9 @@ def plan_chosen(
 
 
 def build_all(
-    samples: Sequence[Sample], weights: Sequence[float], plan: PackingPlan
+    samples: Sequence[Sample], weights: Sequence[float], plan: PackingPlan, draw: int
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    return tuple(tuple(build(samples, weights, fragments) for fragments in rank) for rank in plan.bins)
+    return tuple(tuple(build(samples, weights, fragments, draw) for fragments in rank) for rank in plan.bins)
 
 
 def cut_overlong(samples: Sequence[Sample], cap: int) -> tuple[list[Sample], int]:
@@ -131,14 +175,16 @@ def lay_out(samples: Sequence[Sample], fragments: Sequence[Fragment]) -> list[Se
     return segments
 
 
-def build(samples: Sequence[Sample], weights: Sequence[float], fragments: Sequence[Fragment]) -> MicroBatch:
+def build(
+    samples: Sequence[Sample], weights: Sequence[float], fragments: Sequence[Fragment], draw: int = 0
+) -> MicroBatch:
     """Gather the tensors of one micro-batch. A bin without fragments becomes the smallest filler.
 
     One token, no loss.
     """
     segments = lay_out(samples, fragments)
     if not segments:
-        return filler()
+        return filler(draw)
     here = [(samples[s.sample], s, slice(s.start, s.stop)) for s in segments]
     asked = [np.zeros(s.stop - s.start, bool) if s.is_prefix else shift(x.loss_mask[at], False) for x, s, at in here]
     counted = [
@@ -163,6 +209,8 @@ def build(samples: Sequence[Sample], weights: Sequence[float], fragments: Sequen
         cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()])),
         prefix_of=torch.tensor([s.prefix for s in segments]),
         sample_of=torch.tensor([-1 if s.is_prefix else s.sample for s in segments]),
+        routes=torch.from_numpy(np.repeat([ROUTES.index(x.route) for x, _, _ in here], lengths).astype(np.int8)),
+        draw=draw,
     )
     assert micro_batch.num_tokens == int(micro_batch.cu_seqlens[-1]) == len(micro_batch.temperatures)
     return micro_batch
@@ -173,7 +221,7 @@ def shift(values: npt.NDArray[Any], end: object) -> npt.NDArray[Any]:
     return np.append(values[1:], np.array(end, dtype=values.dtype))
 
 
-def filler() -> MicroBatch:
+def filler(draw: int = 0) -> MicroBatch:
     """One token that asks for nothing: it keeps a rank's backward in step and adds exactly 0."""
     zero, one = torch.zeros(1), torch.ones(1)
     false, index = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
@@ -191,4 +239,6 @@ def filler() -> MicroBatch:
         cu_seqlens=ends,
         prefix_of=nothing,
         sample_of=nothing,
+        routes=torch.zeros(1, dtype=torch.int8),
+        draw=draw,
     )

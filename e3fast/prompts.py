@@ -106,12 +106,9 @@ class Loader:
 
     def encode(self, messages: Messages, name: str, row: Row) -> tuple[int, ...]:
         try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except jinja2.TemplateError as error:  # for example a template that knows no system role
-            raise ValueError(f"the chat template refuses {name}#{row.index}: {error}") from None
-        return tuple(int(i) for i in ids)  # pyright: ignore[reportArgumentType]  # a list of ints, by the arguments above
+            return encode_messages(self.tokenizer, messages)
+        except ValueError as error:
+            raise ValueError(f"{name}#{row.index}: {error}") from None
 
     def review(self, name: str, count: int, kept: int, num_rows: int, left_out: collections.Counter[str]) -> None:
         """Refuse a source that gave nothing; note one that gave less than was asked or lost some."""
@@ -130,6 +127,17 @@ class Loader:
             self.notes.append(f"{name}: {kept} of the {count} prompts asked for; {num_rows} rows, {lost or 'no more'}")
         elif lost:
             self.notes.append(f"{name}: left out {lost}")
+
+
+def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[int, ...]:
+    """Chat messages as the tokens that a completion follows. ValueError where the chat template refuses them."""
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except jinja2.TemplateError as error:  # for example a template that knows no system role
+        raise ValueError(f"the chat template refuses this prompt: {error}") from None
+    return tuple(int(i) for i in ids)  # pyright: ignore[reportArgumentType]  # a list of ints, by the arguments above
 
 
 def arrange(messages: Messages, data: DataConfig) -> Messages:

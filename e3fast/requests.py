@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from e3fast.config import RunConfig
 from e3fast.prompts import PromptPool
 from e3fast.streams import stream_key
-from e3fast.types import Group, Prompt, Request, StepContext
+from e3fast.types import FloatArray, Group, Messages, Prompt, Request, StepContext
 
 
-def make_context(config: RunConfig, pool: PromptPool, step: int) -> StepContext:
-    """A fresh context for a step that starts."""
+def make_context(
+    config: RunConfig,
+    pool: PromptPool,
+    step: int,
+    encode: Callable[[Messages], tuple[int, ...]],
+    latents: Callable[[Sequence[Prompt]], FloatArray],
+) -> StepContext:
+    """A fresh context for a step that starts; the last two are of the run's tokenizer and model."""
 
     def refill(need: int) -> list[Request]:
         ctx.need = need
-        return draw(ctx, config, pool, need)
+        return draw_prompts(ctx, config, pool, need)
 
     def regrouped(groups: list[Group]) -> list[Group]:
         for method in config.methods:
@@ -31,11 +39,14 @@ def make_context(config: RunConfig, pool: PromptPool, step: int) -> StepContext:
         need=config.train.prompts_per_step,
         refill=refill,
         regrouped=regrouped,
+        encode=encode,
+        latents=latents,
+        max_prompt_tokens=config.data.max_prompt_tokens,
     )
     return ctx
 
 
-def draw(ctx: StepContext, config: RunConfig, pool: PromptPool, need: int) -> list[Request]:
+def draw_prompts(ctx: StepContext, config: RunConfig, pool: PromptPool, need: int) -> list[Request]:
     """Prompts from the pool as requests of kind "first", this step's own excluded."""
     opinions = [(type(method).__name__, method.weigh(ctx, pool.prompts)) for method in config.methods]
     refill = ctx.round if ctx.round else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import threading
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from e3fast import machine
+from e3fast.agreement import check_mask
 from e3fast.allocator import Allocator
 from e3fast.checkpoint import load_checkpoint, save_checkpoint
 from e3fast.config import RunConfig
@@ -24,19 +26,20 @@ from e3fast.config_text import config_text
 from e3fast.costs import model_coefficients
 from e3fast.evaluate import evaluate
 from e3fast.learner import LocalLearner
-from e3fast.methods import check_methods
+from e3fast.methods import Method, PerturbedWeights, check_methods
 from e3fast.metrics import peak_gib
 from e3fast.model import check_lengths, load_policy
 from e3fast.planning import describe_plan
 from e3fast.progress import ProgressBar, summary_table
-from e3fast.prompts import LoadedPrompts, PromptPool, load_prompts, question_texts
+from e3fast.prompts import LoadedPrompts, PromptPool, encode_messages, load_prompts, question_texts
+from e3fast.requests import make_context
 from e3fast.rewards import find_reward
 from e3fast.rewards.workers import RewardPool
 from e3fast.rollout.transformers import TransformersEngine
 from e3fast.runlog import RunLog, read_evals, read_metrics, replace_file
 from e3fast.streams import stream_key, uniforms
 from e3fast.trials import Trials, try_caps
-from e3fast.types import Prompt
+from e3fast.types import Prompt, StepContext
 
 FAILED_ALARM = 0.01  # share of a step's rollouts without a verdict from which the user is told: a model can learn it
 
@@ -50,7 +53,7 @@ class Session:
         held_out, loaded = load_data(config, self.tokenizer)
         self.held_out, self.pool = held_out, PromptPool(loaded.prompts, config.seed)
         check_room(config, len(loaded.prompts))
-        self.learner = LocalLearner(self.model, config.train, device)
+        self.learner = make_learner(config, self.model, device)
         self.allocator = Allocator(config.train, model_coefficients(self.model.config.get_text_config()))
         self.engine = TransformersEngine(self.model, self.tokenizer, config.rollout.max_sequences)
         self.next_step, self.generated_tokens, self.seconds = 0, 0, 0.0
@@ -67,6 +70,7 @@ class Session:
             self.allocator.restore(saved[1]["allocator"])  # a halved cap is tried as it stands
         self.told, self.packed_once = self.allocator.num_replans, False  # what the user knows of packing
         notes += self.confirm_caps()
+        notes += self.confirm_mask()
         if saved:
             self.restore(*saved)
         self.write_facts()
@@ -84,6 +88,18 @@ class Session:
         trials = Trials(self.learner, self.model.config.get_text_config().vocab_size, allocator.trained)
         plan = try_caps(self.learner, config.train, allocator.cap, allocator.forward_cap, longest, trials)
         return [plan.describe(allocator.cap)] if plan else []
+
+    def confirm_mask(self) -> list[str]:
+        """Where a mask goes by the engine's log-probs: that it keeps what was sampled without noise."""
+        perturbed = find_perturbed(self.config.methods)
+        if perturbed is None or perturbed.band is None or perturbed.behaviour_logprobs == "learner":
+            return []
+        return [check_mask(self.config, self.pool, self.engine, self.learner, self.allocator, perturbed.band)]
+
+    def context(self) -> StepContext:
+        """Of the step that comes next."""
+        encode = functools.partial(encode_messages, self.tokenizer)
+        return make_context(self.config, self.pool, self.next_step, encode, self.learner.latents)
 
     @property
     def finished(self) -> bool:
@@ -243,6 +259,22 @@ def open_model(config: RunConfig) -> tuple[Any, Any, torch.dtype, torch.device]:
     model, tokenizer = load_policy(config.model, dtype, device)
     check_lengths(model, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
     return model, tokenizer, dtype, device
+
+
+def find_perturbed(methods: Sequence[Method]) -> PerturbedWeights | None:
+    return next((method for method in methods if isinstance(method, PerturbedWeights)), None)
+
+
+def make_learner(config: RunConfig, model: Any, device: torch.device) -> LocalLearner:
+    """The learner, with what the run's methods and loss need of it."""
+    perturbed = find_perturbed(config.methods)
+    learner = LocalLearner(model, config.train, device, perturbed.ivon if perturbed else None)
+    needed = frozenset().union(*(method.needs for method in config.methods))
+    if config.loss.beta or "reference" in needed:
+        learner.keep_reference()
+    if "latents" in needed:
+        learner.measure_latents(config.seed)
+    return learner
 
 
 def load_data(config: RunConfig, tokenizer: Any) -> tuple[LoadedPrompts, LoadedPrompts]:

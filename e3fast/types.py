@@ -223,6 +223,7 @@ class Batch:
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     forward_only: tuple[tuple[MicroBatch, ...], ...]
+    prompt_ids: tuple[str, ...]  # of each sample
     num_loss_tokens: int  # over all ranks, as are the next two
     num_sequences: int
     num_groups: int
@@ -277,6 +278,7 @@ class LossParams(LossConfig):
     rescue_shape: float = 0.0  # c > 0: rescue rows get -A r/(r + c) in place of the clipped loss
     seq_mask: float | None = None  # c: a drawn sequence stays iff its ratio is in [1/c, c]
     gradient_at: Literal["mean", "draw"] = "mean"  # the weights that drawn rows are trained at
+    behaviour_logprobs: Literal["engine", "learner"] = "engine"  # whose log-probs a drawn row's ratio is to
 
     @property
     def needs_every_row(self) -> bool:
@@ -306,7 +308,7 @@ class StepStats:
     stepped: bool  # False where no sample had signal and nothing changed
     trained_seconds: tuple[float, ...] = field(compare=False)  # of each slot with a backward pass
     scored_seconds: tuple[float, ...] = field(compare=False)  # of each forward-only slot
-    latents: Mapping[str, FloatArray] = field(default_factory=dict, compare=False)  # prompt id -> (256,), see ctx.latents
+    latents: Mapping[str, FloatArray] = field(default_factory=dict, compare=False)  # by prompt id, (256,)
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ def step(room, cap, samples, learner_class=SmallLearner, **knobs):
     learner.room = room
     loss = LossParams()
     weights = loss_weights(samples, loss, 16)
-    batch = allocator.pack(samples, weights, 1)
+    batch = allocator.pack(samples, weights, 1, loss)
     batch, stats = allocator.update(learner, batch, samples, weights, loss, False)
     return allocator, batch, stats, torch.cat([p.detach().flatten().float() for p in learner.masters])
 
@@ -119,9 +119,9 @@ def test_other_errors_are_not_taken_for_memory():
 
 def test_half_of_what_was_laid_out():
     model, samples = make_model(), make_samples(SHAPE)
-    plan = make_allocator(model, cap=1000).pack(samples, [1.0] * len(samples), 1).plan
+    plan = make_allocator(model, cap=1000).pack(samples, [1.0] * len(samples), 1, LossParams()).plan
     assert halved(1000, plan) == plan.num_tokens // 2
-    alone = make_allocator(model, cap=1000).pack(samples[:1], [1.0], 1).plan
+    alone = make_allocator(model, cap=1000).pack(samples[:1], [1.0], 1, LossParams()).plan
     assert halved(1000, alone) == 1000
 
 
@@ -154,7 +154,7 @@ def test_measured_times_move_plans_only_where_they_may():
 def test_a_prediction_is_made_before_its_measurement():
     samples = make_samples(SHAPE)
     model = make_model()
-    plan = make_allocator(model, cap=40).pack(samples, [1.0] * len(samples), 1).plan
+    plan = make_allocator(model, cap=40).pack(samples, [1.0] * len(samples), 1, LossParams()).plan
     costs = CostFit(make_allocator(model, cap=40).trained.start)
     costs.observe(plan, samples, [2e-9 * cost for cost in plan.costs[0]])
     assert costs.predicted != costs.predicted and costs.measured == pytest.approx(2e-9 * sum(plan.costs[0]))
@@ -167,7 +167,7 @@ def test_tails_are_cut_only_where_the_run_says_so():
     assert make_allocator(model, cap=20).trim(samples) == (samples, 0)
     cut, count = make_allocator(model, cap=20, over_long="cut").trim(samples)
     assert count == 1 and [len(s.token_ids) for s in cut] == [20, 8]
-    assert make_allocator(model, cap=20, over_long="cut").pack(cut, [1.0, 1.0], 1).plan.num_slots >= 1
+    assert make_allocator(model, cap=20, over_long="cut").pack(cut, [1.0, 1.0], 1, LossParams()).plan.num_slots >= 1
 
 
 DRILL = """
@@ -180,10 +180,10 @@ DRILL = """
     allocator = make_allocator(model, cap=16_384)
     loss = LossParams(); weights = loss_weights(samples, loss, 16)
     small = make_allocator(model, cap=300)
-    small.update(learner, small.pack(samples, weights, 1), samples, weights, loss, False)  # libraries set up
+    small.update(learner, small.pack(samples, weights, 1, loss), samples, weights, loss, False)  # libraries set up
     size = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmSize")) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (size + 250 * 2**20, -1))
-    batch, stats = allocator.update(learner, allocator.pack(samples, weights, 1), samples, weights, loss, False)
+    batch, stats = allocator.update(learner, allocator.pack(samples, weights, 1, loss), samples, weights, loss, False)
     print(allocator.num_replans, allocator.cap, stats.stepped, len(batch.micro_batches[0]))
 """
 

@@ -15,7 +15,7 @@ from e3fast.config import (
 )
 from e3fast.config_text import config_text, field_notes
 from e3fast.methods import EntropyTemperature, RolloutBudget, method_table
-from e3fast.types import LossParams
+from e3fast.types import LossConfig
 
 GOOD = """
 seed = 3
@@ -59,7 +59,7 @@ def test_the_printed_config_reads_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cls", [ModelConfig, SourceConfig, DataConfig, RolloutConfig, RewardConfig, TrainConfig, EvalConfig, LossParams]
+    "cls", [ModelConfig, SourceConfig, DataConfig, RolloutConfig, RewardConfig, TrainConfig, EvalConfig, LossConfig]
 )
 def test_every_knob_is_explained(cls):
     assert set(field_notes(cls)) == set(cls.__dataclass_fields__)

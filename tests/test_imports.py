@@ -7,14 +7,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # each may import those before it, and its own layer
-    {"csrc_triton", "e3fast.types", "e3fast.streams", "e3fast.tables"},
+    {"csrc_triton", "e3fast.types", "e3fast.streams", "e3fast.tables", "e3fast.noise", "e3fast.ivon"},
     {"e3fast.methods"},
     {"e3fast.config"},
     {"e3fast.advantages", "e3fast.objective", "e3fast.rewards", "e3fast.sources", "e3fast.prompts"},
     {"e3fast.costs", "e3fast.placement", "e3fast.planning", "e3fast.packing"},
     {"e3fast.machine", "e3fast.config_text", "e3fast.metrics", "e3fast.runlog", "e3fast.progress", "e3fast.report"},
-    {"e3fast.memory", "e3fast.demo_model", "e3fast.attention", "e3fast.model", "e3fast.rollout", "e3fast.learner"},
-    {"e3fast.checkpoint", "e3fast.allocator", "e3fast.trials"},
+    {"e3fast.memory", "e3fast.demo_model", "e3fast.attention", "e3fast.model", "e3fast.rollout"},
+    {"e3fast.stopwatch", "e3fast.totals", "e3fast.latents", "e3fast.draws", "e3fast.learner"},
+    {"e3fast.checkpoint", "e3fast.allocator", "e3fast.trials", "e3fast.agreement"},
     {"e3fast.evaluate", "e3fast.requests"},
     {"e3fast.session"},
     {"e3fast.train"},

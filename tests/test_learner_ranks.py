@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
-from e3fast.learner import LocalLearner, Totals
+from e3fast.learner import LocalLearner
 from e3fast.objective import loss_weights, token_loss
 from e3fast.packing import pack
+from e3fast.totals import Totals
 from e3fast.types import LossParams
 from tests.samples import make_samples
 from tests.tiny import make_model

@@ -20,6 +20,7 @@ from e3fast.types import (
     Coefficients,
     FinishReason,
     Group,
+    LossParams,
     PackingPlan,
     Prompt,
     Request,
@@ -64,7 +65,7 @@ def make_context(groups: list[Group], step: int = 0) -> StepContext:
 
 
 def make_batch() -> Batch:
-    return Batch(((),), ((),), 10, 3, 2, make_plan((0, 1), 60, 80), make_plan((2,), 15, 20))
+    return Batch(((),), ((),), (), 10, 3, 2, make_plan((0, 1), 60, 80), make_plan((2,), 15, 20))
 
 
 def make_plan(fragment: tuple[int, ...], tokens: int, unshared: int) -> PackingPlan:
@@ -112,7 +113,7 @@ def test_hand_counted_step() -> None:
         make_group(2, ["correct"], finish="length"),
         make_group(3, ["failed"]),
     ]
-    metrics = step_metrics(make_context(groups), groups, make_batch(), make_stats())
+    metrics = step_metrics(make_context(groups), groups, LossParams(), make_batch(), make_stats())
     assert metrics["rollouts"] == 7 and metrics["generated_tokens"] == 1 + 2 + 3 + 1 + 2 + 1 + 1
     assert metrics["mean_completion_tokens"] == pytest.approx(11 / 7)
     assert [metrics[f"verdict/{v}"] for v in VERDICTS] == [2, 1, 1, 1, 2]
@@ -134,7 +135,7 @@ def test_laws_on_random_groups() -> None:
     for _ in range(100):
         sizes = rng.integers(0, 65, size=rng.integers(0, 6))
         groups = [make_group(i, [VERDICTS[v] for v in rng.integers(0, 5, size=n)]) for i, n in enumerate(sizes)]
-        metrics = step_metrics(make_context(groups), groups, make_batch(), make_stats())
+        metrics = step_metrics(make_context(groups), groups, LossParams(), make_batch(), make_stats())
         assert sum(metrics[f"verdict/{v}"] for v in VERDICTS) == metrics["rollouts"] == sizes.sum()
         shares = sum(metrics[f"{name}_share"] for name in ("signal", "all_wrong", "all_correct"))
         assert math.isclose(shares, 1) if any(g.counts[0] for g in groups) else math.isnan(shares)
@@ -142,7 +143,7 @@ def test_laws_on_random_groups() -> None:
 
 def test_step_of_failures_only_has_no_accuracy(tmp_path: Path) -> None:
     groups = [make_group(0, ["failed", "failed"])]
-    RunLog(tmp_path).write_step(step_metrics(make_context(groups), groups, make_batch(), make_stats(math.nan)))
+    RunLog(tmp_path).write_step(step_metrics(make_context(groups), groups, LossParams(), make_batch(), make_stats(math.nan)))
     (row,) = read_metrics(tmp_path)
     assert row["entropy"] is row["clean_accuracy"] is row["reward"] is row["signal_share"] is None
     assert row["verdict/failed"] == 2 and row["stepped"] is True

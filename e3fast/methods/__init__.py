@@ -9,13 +9,17 @@ from typing import Any
 
 from e3fast.methods.base import Method, check_methods
 from e3fast.methods.e3 import EntropyTemperature, RolloutBudget
+from e3fast.methods.leeps import PortfolioSampler
 from e3fast.methods.lope import LoremRetry
+from e3fast.methods.three_po import PerturbedWeights
 from e3fast.tables import build_table
 
 METHODS: dict[str, type[Method]] = {
     "rollout_budget": RolloutBudget,
     "entropy_temperature": EntropyTemperature,
+    "perturbed_weights": PerturbedWeights,
     "lorem_retry": LoremRetry,
+    "portfolio_sampler": PortfolioSampler,
 }
 
 
@@ -57,10 +61,12 @@ def method_table(method: Method) -> dict[str, Any]:
 __all__ = [
     "METHODS",
     "EntropyTemperature",
+    "LoremRetry",
     "Method",
+    "PerturbedWeights",
+    "PortfolioSampler",
     "RolloutBudget",
     "check_methods",
     "make_method",
     "method_table",
-    "LoremRetry",
 ]

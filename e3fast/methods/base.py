@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from e3fast.config import RunConfig
 
 
-SUPPLIED = frozenset({"entropy", "latents", "reference", "one_update", "top_p_1"})  # what the trainer can do for methods
+SUPPLIED = frozenset({"entropy", "latents", "reference", "one_update", "top_p_1"})  # what this trainer has
 
 
 @dataclass
@@ -35,7 +35,10 @@ class Method:
     owns: ClassVar[frozenset[str]] = frozenset()
     """What this method alone may set: counts, temperature, draw, beta, rescue, selection, optimizer."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What the trainer must supply: entropy, latents, reference (the frozen start model), one_update (a batch), top_p_1."""
+    """What the trainer must supply.
+
+    entropy, latents, reference (the frozen start model), one_update (one optimiser step a batch), top_p_1.
+    """
     max_rounds: ClassVar[int] = 1
     """Rounds of rollouts in a step that this method may ask for."""
 

@@ -25,6 +25,11 @@ class Row(NamedTuple):
     rollout: int  # index within the request
 
 
+def rollout_key(request: Request, index: int) -> int:
+    """The random stream of completion `index` of a request."""
+    return stream_key(request.seed, request.first_rollout + index)
+
+
 class TransformersEngine:
     """Samples from `model`, which may be the learner's own module: then a hand-over moves nothing."""
 
@@ -38,7 +43,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> list[list[Rollout]]:
         rows = [Row(i, j) for i, request in enumerate(requests) for j in range(request.num_rollouts)]
         # Together what is alike: a batch decodes until its longest row ends, and pads prompts to its longest.
-        rows.sort(key=lambda row: (requests[row.request].max_new_tokens, len(requests[row.request].prompt.token_ids)))
+        rows.sort(key=lambda row: (requests[row.request].max_new_tokens, len(requests[row.request].engine_ids)))
         done: list[list[Rollout]] = [[] for _ in requests]
         for start in range(0, len(rows), self.max_sequences):
             part = rows[start : start + self.max_sequences]
@@ -50,7 +55,7 @@ class TransformersEngine:
         wanted = [requests[row.request] for row in rows]
         ids, mask, cache = self.prefill(wanted)
         longest = max(request.max_new_tokens for request in wanted)
-        keys = np.array([stream_key(requests[row.request].seed, row.rollout) for row in rows], dtype=np.uint64)
+        keys = np.array([rollout_key(requests[row.request], row.rollout) for row in rows], dtype=np.uint64)
         drawn = torch.from_numpy(uniforms(keys[:, None], np.arange(longest)[None, :]))
         temperatures = torch.tensor([request.temperature for request in wanted], device=ids.device)
         sampler = Sampler(temperatures, drawn.to(ids.device))
@@ -71,14 +76,14 @@ class TransformersEngine:
         """Left-padded ids and mask of every row, and the cache of all prompt tokens but the last."""
         from transformers import DynamicCache
 
-        prompts = list({request.prompt.token_ids: None for request in wanted})
+        prompts = list({request.engine_ids: None for request in wanted})
         longest = max(map(len, prompts))
         device = self.model.device
         pad = self.end_tokens[0]
         ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
         place = {prompt: i for i, prompt in enumerate(prompts)}
-        index = torch.tensor([place[request.prompt.token_ids] for request in wanted], device=device)
+        index = torch.tensor([place[request.engine_ids] for request in wanted], device=device)
         cache = None
         if longest > 1:
             cache = DynamicCache(config=self.model.config)

@@ -50,11 +50,11 @@ def test_order_and_owners():
 
 @dataclass
 class Wants(Method):
-    needs = frozenset({"entropy", "latents"})
+    needs = frozenset({"entropy", "tea"})
 
 
 def test_needs_that_nothing_supplies_are_refused():
-    with pytest.raises(ValueError, match="Wants needs latents, which this trainer does not supply"):
+    with pytest.raises(ValueError, match="Wants needs tea, which this trainer does not supply"):
         check_methods([Wants()])
 
 
