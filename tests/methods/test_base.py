@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from e3fast.config import RunConfig
+from e3fast.config import DataConfig, RunConfig
 from e3fast.methods import METHODS, EntropyTemperature, Method, RolloutBudget, check_methods, make_method, method_table
 from tests.records import context, group, request, stats
 
@@ -20,14 +20,17 @@ def test_every_hook_of_the_base_is_a_no_op():
     assert method.start(RunConfig(), 3) == [] and method.state() == {} and method.report() == {}
 
 
+ROOMY = RunConfig(data=DataConfig(max_prompt_tokens=2048))  # a retry method puts words around a prompt
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_state_survives_json(name):
     method = METHODS[name]()
-    method.start(RunConfig(), 70)
+    method.start(ROOMY, 70)
     method.observe(context(visits=200, num_prompts=70, clean={"3": (8, 3)}, rows={"3": 3}), [], stats())
     saved = json.loads(json.dumps(method.state()))
     again = METHODS[name]()
-    again.start(RunConfig(), 70)
+    again.start(ROOMY, 70)
     again.restore(saved)
     assert again.state() == method.state()
     for key, value in vars(method).items():
