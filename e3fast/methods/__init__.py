@@ -9,8 +9,10 @@ from typing import Any
 
 from e3fast.methods.base import Method, check_methods
 from e3fast.methods.e3 import EntropyTemperature, RolloutBudget
+from e3fast.methods.expo import AccuracyKL, GaussianCurriculum
 from e3fast.methods.leeps import PortfolioSampler
 from e3fast.methods.lope import LoremRetry
+from e3fast.methods.selection import DynamicSampling, FixedTemperature, PosteriorSampler, SkipTrivial
 from e3fast.methods.three_po import PerturbedWeights
 from e3fast.tables import build_table
 
@@ -20,6 +22,12 @@ METHODS: dict[str, type[Method]] = {
     "perturbed_weights": PerturbedWeights,
     "lorem_retry": LoremRetry,
     "portfolio_sampler": PortfolioSampler,
+    "accuracy_kl": AccuracyKL,
+    "gaussian_curriculum": GaussianCurriculum,
+    "dynamic_sampling": DynamicSampling,
+    "skip_trivial": SkipTrivial,
+    "posterior_sampler": PosteriorSampler,
+    "fixed_temperature": FixedTemperature,
 }
 
 
@@ -60,12 +68,18 @@ def method_table(method: Method) -> dict[str, Any]:
 
 __all__ = [
     "METHODS",
+    "AccuracyKL",
+    "DynamicSampling",
     "EntropyTemperature",
+    "FixedTemperature",
+    "GaussianCurriculum",
     "LoremRetry",
     "Method",
     "PerturbedWeights",
     "PortfolioSampler",
+    "PosteriorSampler",
     "RolloutBudget",
+    "SkipTrivial",
     "check_methods",
     "make_method",
     "method_table",
