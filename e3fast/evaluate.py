@@ -55,6 +55,7 @@ def evaluate(
         **rates(counts, config.ks),
         "verdicts": {verdict: verdicts[verdict] for verdict in VERDICTS},
         "by_source": by_source,
+        "counts": {prompt.id: [judged, correct] for prompt, judged, correct in counts},
         "mean_tokens": sum(len(rollout.token_ids) for rollout in flat) / max(len(flat), 1),
         "seconds": time.perf_counter() - start,
     }

@@ -24,7 +24,7 @@ ROLLOUT_SCHEMA = pa.schema(
     + [(name, pa.string()) for name in ("prompt_id", "source", "prompt", "answer", "completion")]
     + [("num_tokens", pa.int64()), ("reward", pa.float64()), ("verdict", pa.string()), ("parts", pa.string())]
     + [("temperature", pa.float64()), ("finish_reason", pa.string()), ("kind", pa.string())]
-    + [("policy_version", pa.int64())]
+    + [("draw", pa.int64()), ("policy_version", pa.int64())]
 )
 ROLLOUT_FILE = re.compile(r"step_(\d+)\.parquet")
 
@@ -83,6 +83,7 @@ def rollout_rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]
                 "temperature": rollout.request.temperature,
                 "finish_reason": rollout.finish_reason,
                 "kind": rollout.request.kind,
+                "draw": rollout.request.draw,
                 "policy_version": rollout.policy_version,
             }
 

@@ -26,7 +26,7 @@ from e3fast.config_text import config_text
 from e3fast.costs import model_coefficients
 from e3fast.evaluate import evaluate
 from e3fast.learner import LocalLearner
-from e3fast.methods import Method, PerturbedWeights, check_methods
+from e3fast.methods import Method, PerturbedWeights, check_combination, combination_notes
 from e3fast.metrics import peak_gib
 from e3fast.model import check_lengths, load_policy
 from e3fast.planning import describe_plan
@@ -62,6 +62,7 @@ class Session:
         notes += data_notes(loaded)
         if config.eval.num_prompts and not config.data.held_out:
             notes.append("no [[data.held_out]] source: nothing is evaluated before and after")
+        notes += combination_notes(config)
         for method in config.methods:
             notes += method.start(config, len(loaded.prompts))
         saved = load_checkpoint(self.folder / "checkpoint") if config.resume else None
@@ -217,7 +218,7 @@ class Session:
 @contextlib.contextmanager
 def open_session(config: RunConfig) -> Iterator[Session]:
     """A session that ends after the step under way on Ctrl-C or SIGTERM; a second one ends it at once."""
-    check_methods(config.methods)
+    check_combination(config)
     log = open_log(config)
     with RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer:
         session = Session(config, scorer, log)

@@ -8,6 +8,7 @@ import importlib
 from typing import Any
 
 from e3fast.methods.base import Method, check_methods
+from e3fast.methods.combinations import check_combination, combination_notes
 from e3fast.methods.e3 import EntropyTemperature, RolloutBudget
 from e3fast.methods.expo import AccuracyKL, GaussianCurriculum
 from e3fast.methods.leeps import PortfolioSampler
@@ -80,7 +81,9 @@ __all__ = [
     "PosteriorSampler",
     "RolloutBudget",
     "SkipTrivial",
+    "check_combination",
     "check_methods",
+    "combination_notes",
     "make_method",
     "method_table",
 ]

@@ -265,7 +265,7 @@ class EntropyTemperature(Method):
 
     order: ClassVar[int] = 20
     owns: ClassVar[frozenset[str]] = frozenset({"temperature"})
-    needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
+    needs: ClassVar[frozenset[str]] = frozenset({"entropy", "top_p_1"})
 
     def start(self, config: RunConfig, num_prompts: int) -> list[str]:
         target = self.target

@@ -28,8 +28,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from e3fast.methods.base import Method
-from e3fast.methods.selection import difficulty_notes
-from e3fast.methods.three_po import PerturbedWeights
 from e3fast.tables import check
 from e3fast.types import FloatArray, Group, LossParams, Prompt, StepContext, StepStats
 
@@ -50,10 +48,6 @@ class AccuracyKL(Method):
     def start(self, config: RunConfig, num_prompts: int) -> list[str]:
         if not 0 < self.beta < math.inf:
             raise ValueError(f"accuracy_kl needs beta > 0, got {self.beta:g} (remove the method instead)")
-        if config.loss.beta:
-            raise ValueError(f"loss.beta={config.loss.beta} and accuracy_kl both set the KL weight: remove one")
-        if any(isinstance(method, PerturbedWeights) for method in config.methods):
-            raise ValueError("AccuracyKL and PerturbedWeights: the second goes without a KL term; remove one")
         return []
 
     def tune(self, ctx: StepContext, loss: LossParams) -> LossParams:
@@ -78,7 +72,7 @@ class GaussianCurriculum(Method):
         check(0 <= self.alpha < 1, "alpha", "in [0, 1)", self.alpha)
         check(0 <= self.initial <= 1, "initial", "in [0, 1]", self.initial)
         self.p = np.full(num_prompts, float(self.initial))
-        return difficulty_notes(self, config)
+        return []
 
     def weigh(self, ctx: StepContext, prompts: Sequence[Prompt]) -> FloatArray:
         return self.weights()

@@ -99,16 +99,7 @@ class PortfolioSampler(Method):
         if self.max_pseudo:
             self.latent = np.zeros((num_prompts, LATENT_SIZE), np.float16)
             self.has_latent = np.zeros(num_prompts, np.bool_)
-        notes = []
-        for method in config.methods:
-            name = type(method).__name__
-            if type(method).weigh is not Method.weigh and method is not self:
-                raise ValueError(
-                    f"PortfolioSampler and {name} both weigh prompts, and the first admits no other: remove one"
-                )
-            if "counts" in method.owns:
-                notes.append(f"PortfolioSampler and {name} both act on difficulty")
-        return notes
+        return []
 
     def check_knobs(self, config: RunConfig) -> None:
         size, batch = config.rollout.rollouts_per_prompt, config.train.prompts_per_step

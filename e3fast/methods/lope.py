@@ -27,6 +27,7 @@ import numpy as np
 
 from e3fast.methods.base import Method
 from e3fast.methods.lorem import lorem, word_list
+from e3fast.methods.three_po import PerturbedWeights
 from e3fast.streams import stream_key, uniforms
 from e3fast.tables import check
 from e3fast.types import Group, LossParams, Messages, Request, Rollout, Score, StepContext, StepStats
@@ -68,16 +69,12 @@ class LoremRetry(Method):
     def start(self, config: RunConfig, num_prompts: int) -> list[str]:
         self.check_knobs()
         self.check_prefix(config.data.max_prompt_tokens)
-        notes = []
-        for method in config.methods:
-            name, variant = type(method).__name__, getattr(method, "variant", None)
-            if variant == "m3po":
-                raise ValueError(f"LoremRetry and {name} 'm3po': a rescue belongs to no draw's group; remove one")
-            if variant == "b3po" and getattr(method, "gradient_at", None) != "mean":
-                self.rescue_draw = 1
-            if "beta" in method.owns:
-                notes.append(f"LoremRetry with {name}: rescue rollouts get its KL term too; LoPE's source uses none")
-        return notes
+        # b3po trains at its one draw, so its rescues come from there; any other policy is asked itself.
+        at_draw = [
+            m for m in config.methods if isinstance(m, PerturbedWeights) and m.variant == "b3po" and not m.at_mean
+        ]
+        self.rescue_draw = 1 if at_draw else 0
+        return []
 
     def check_knobs(self) -> None:
         check(self.num_prefixes >= 1, "num_prefixes", ">= 1", self.num_prefixes)

@@ -138,7 +138,7 @@ class SkipTrivial(Method):
         check(self.q_min <= self.initial <= self.q_max, "initial", limits, self.initial)
         self.q_easy = self.q_hard = float(self.initial)
         self.streak = np.zeros(num_prompts, np.int64)
-        notes = difficulty_notes(self, config)
+        notes = []
         if config.train.steps * config.train.prompts_per_step < num_prompts:
             notes.append(f"SkipTrivial: q stays {self.initial}, the run draws fewer prompts than the pool has")
         return notes
@@ -187,14 +187,8 @@ class PosteriorSampler(Method):
     def start(self, config: RunConfig, num_prompts: int) -> list[str]:
         check(0 < self.lam <= 1, "lam", "in (0, 1]", self.lam)
         check(self.pool >= 2, "pool", ">= 2", self.pool)  # one candidate a place leaves nothing to choose
-        for method in config.methods:
-            if type(method).weigh is not Method.weigh and method is not self:
-                name = type(method).__name__
-                raise ValueError(
-                    f"PosteriorSampler and {name} both weigh prompts, and the first admits no other: remove one"
-                )
         self.alpha, self.beta = np.ones(num_prompts), np.ones(num_prompts)
-        return difficulty_notes(self, config)
+        return []
 
     def weigh(self, ctx: StepContext, prompts: Sequence[Prompt]) -> FloatArray:
         rows = self.candidates(ctx)
@@ -245,9 +239,3 @@ class FixedTemperature(Method):
         if ctx.step < self.start_step:
             return requests
         return [dataclasses.replace(request, temperature=self.temperature) for request in requests]
-
-
-def difficulty_notes(method: Method, config: RunConfig) -> list[str]:
-    """What to tell the user where this method chooses prompts and another their rollouts."""
-    others = [type(other).__name__ for other in config.methods if "counts" in other.owns]
-    return [f"{type(method).__name__} and {other} both act on difficulty" for other in others]

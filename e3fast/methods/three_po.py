@@ -104,10 +104,6 @@ class PerturbedWeights(Method):
         self.check_variant()
         self.check_posterior(config)
         self.check_controller()
-        if config.loss.beta or config.loss.entropy_bonus:
-            raise ValueError(
-                "perturbed_weights goes without KL term and entropy bonus: remove loss.beta, entropy_bonus"
-            )
         if self.at_mean and config.loss.aggregation != "token":
             got = config.loss.aggregation
             raise ValueError(f"perturbed_weights with a mask needs loss.aggregation 'token', got {got!r}")

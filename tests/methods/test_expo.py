@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from e3fast.config import RunConfig
-from e3fast.methods.e3 import RolloutBudget
 from e3fast.methods.expo import AccuracyKL, GaussianCurriculum
 from e3fast.prompts import PromptPool
 from e3fast.types import LossParams
@@ -77,11 +76,6 @@ def test_bad_knobs(method, message):
     with pytest.raises(ValueError) as error:
         method.start(RunConfig(), 6)
     assert str(error.value) == message
-
-
-def test_two_methods_on_difficulty_are_noted():
-    config = RunConfig(methods=(RolloutBudget(), GaussianCurriculum()))
-    assert GaussianCurriculum().start(config, 6) == ["GaussianCurriculum and RolloutBudget both act on difficulty"]
 
 
 def visit(method, row, judged, correct):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from e3fast.config import RolloutConfig, RunConfig, TrainConfig
-from e3fast.methods import Method, PortfolioSampler, RolloutBudget
+from e3fast.methods import Method, PortfolioSampler
 from e3fast.methods.leeps import LATENT_SIZE
 from e3fast.methods.portfolio import (
     Neighbours,
@@ -396,20 +396,6 @@ def test_a_resumed_run_draws_the_same():
         for each in (method, again):
             learn(each, step, {row: (8, row % 9) for row in rows})
     assert again.state() == method.state()
-
-
-def test_beside_other_methods():
-    with pytest.raises(ValueError, match=r"PortfolioSampler and Curriculum both weigh prompts.*remove one"):
-        PortfolioSampler().start(config(methods=(Curriculum(),)), 6)
-    mine = PortfolioSampler()
-    (note,) = mine.start(config(methods=(RolloutBudget(), mine)), 6)
-    assert note == "PortfolioSampler and RolloutBudget both act on difficulty"
-
-
-@dataclasses.dataclass
-class Curriculum(Method):
-    def weigh(self, ctx, prompts):
-        return np.ones(len(prompts))
 
 
 @pytest.mark.parametrize(

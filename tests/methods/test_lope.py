@@ -1,6 +1,7 @@
 """LoremRetry: the words, who is rescued and how, the merge, and its guards."""
 
 import dataclasses
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from e3fast.advantages import make_samples
 from e3fast.config import DataConfig, RunConfig
-from e3fast.methods import LoremRetry, Method, check_methods
+from e3fast.methods import LoremRetry, PerturbedWeights, check_methods
 from e3fast.methods.lope import TAIL, surround
 from e3fast.methods.lorem import WORDS, lorem
 from e3fast.streams import stream_key
@@ -325,29 +326,15 @@ def test_rescued_prompts_are_reported():
     assert again.report() == method.report()
 
 
-@dataclasses.dataclass
-class Perturbed(Method):
-    variant: str = "b3po"
-    gradient_at: str | None = None
-
-
-@dataclasses.dataclass
-class Divergence(Method):
-    owns = frozenset({"beta"})
-
-
 def test_beside_perturbed_weights():
-    for other, draw in ((Perturbed(), 1), (Perturbed(gradient_at="mean"), 0), (Perturbed("c3po"), 0)):
+    b3po = functools.partial(PerturbedWeights, "b3po")
+    for other, draw in ((b3po(), 1), (b3po(gradient_at="mean"), 0), (PerturbedWeights("c3po"), 0)):
         method = started(dataclasses.replace(ROOMY, methods=(other,)))
         groups = [wrong(prompt(0), draw=1)]
         assert {r.draw for r in method.retry(after_round_one(groups), groups)} == {draw}
-    with pytest.raises(ValueError, match="LoremRetry and Perturbed 'm3po': a rescue belongs to no draw's group"):
-        started(dataclasses.replace(ROOMY, methods=(Perturbed("m3po"),)))
 
 
-def test_beside_a_divergence_and_beside_itself():
-    (note,) = LoremRetry().start(dataclasses.replace(ROOMY, methods=(Divergence(),)), 6)
-    assert "LoPE's source uses none" in note
+def test_beside_itself():
     with pytest.raises(ValueError, match="LoremRetry and LoremRetry both set the rescue"):
         check_methods([LoremRetry(), LoremRetry()])
 

@@ -139,7 +139,6 @@ REFUSED = [
     ({"variant": "m3po", "controller": True}, None, "controller moves sigma by the mask's keep rate"),
     ({"controller": False, "keep_low": 0.5}, None, "keep_low is set but the controller is off"),
     ({"keep_low": 0.9}, None, r"keep_low must be in \[0, keep_high=0.85\), got 0.9"),
-    ({}, RunConfig(loss=LossConfig(beta=0.1)), "goes without KL term"),
     ({}, RunConfig(loss=LossConfig(aggregation="sequence")), "needs loss.aggregation 'token', got 'sequence'"),
     ({}, RunConfig(train=TrainConfig(entropy_rows="trained")), "needs train.entropy_rows 'all'"),
 ]
