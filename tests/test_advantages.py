@@ -1,13 +1,15 @@
 """Credit: worked values, exact zeros, and failed rollouts kept out."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from e3fast.advantages import group_advantages, make_samples
+from e3fast.advantages import group_advantages, left_over_samples, make_samples
 from tests.records import group, prompt
 
 
@@ -62,8 +64,6 @@ def test_a_sample_is_aligned_and_carries_its_temperature():
 
 def test_a_nan_logprob_costs_its_token_only():
     """trl#6166: NaN or None log-probs from an engine at low entropy."""
-    import dataclasses
-
     plain = group(verdicts=["correct", "wrong"])
     broken = dataclasses.replace(plain.rollouts[0], rollout_logprobs=(-0.5, math.nan, -0.5))
     samples = make_samples([dataclasses.replace(plain, rollouts=(broken, plain.rollouts[1]))], "grpo")
@@ -72,8 +72,37 @@ def test_a_nan_logprob_costs_its_token_only():
 
 def test_stats_rewards_replace_the_groups_own():
     """LoPE (arXiv 2605.05566): 1 of 24 rescued, group of 8, statistics over all 32."""
-    import dataclasses
-
     shaped = dataclasses.replace(group(rewards=[1.0] + [0.0] * 7), stats_rewards=(1.0,) + (0.0,) * 31)
     samples = make_samples([shaped], "grpo")
     assert [s.advantages[-1] for s in samples[:2]] == pytest.approx([5.4801, -0.1768], abs=1e-4)
+
+
+def test_left_over_rollouts_count_in_the_entropy_and_in_nothing_else():
+    """First rollouts that no kept group holds; not the failed ones, nor those of retries."""
+    kept = group(prompt(0), verdicts=["correct", "wrong"], id=0)
+    dropped = group(prompt(1), verdicts=["correct", "failed", "truncated"], id=1, draw=2)
+    retried = group(prompt(1), verdicts=["correct"], id=2, kind="extra")
+    found = left_over_samples([kept, dropped, retried], [kept])
+    assert [(s.group, s.prompt_id, s.route, s.draw) for s in found] == [(1, "1", "draw", 2)] * 2
+    for sample in found:
+        assert not sample.loss_mask.any() and not sample.advantages.any() and not sample.has_signal
+        assert np.array_equal(sample.entropy_mask, np.arange(6) >= 3)
+    assert left_over_samples([kept, dropped], [kept, dropped]) == []
+
+
+def test_a_rollout_that_a_merge_replaced_is_left_over_too():
+    first, extra = group(verdicts=["wrong"] * 3), group(verdicts=["correct"], id=1, kind="extra")
+    merged = dataclasses.replace(
+        first, rollouts=extra.rollouts + first.rollouts[1:], scores=extra.scores + first.scores[1:]
+    )
+    samples = make_samples([merged], "grpo") + left_over_samples([first, extra], [merged])
+    assert [s.route for s in samples] == ["rescue", "plain", "plain", "plain"]
+    assert [bool(s.loss_mask.any()) for s in samples] == [True, True, True, False]
+    assert [bool(s.entropy_mask.any()) for s in samples] == [False, True, True, True]
+
+
+def test_a_rescue_is_scored_behind_the_plain_prompt():
+    asked = group(prompt(0, (5, 6, 7)), verdicts=["correct"], kind="extra", prefixed_ids=(1, 2, 5, 6, 7), draw=1)
+    (sample,) = make_samples([asked], "grpo")
+    assert sample.token_ids.tolist() == [5, 6, 7, 10, 11, 12] and sample.num_prompt_tokens == 3
+    assert (sample.route, sample.draw) == ("rescue", 1) and not sample.entropy_mask.any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import resource
@@ -130,6 +131,24 @@ def test_hand_counted_step() -> None:
     assert metrics["packing/lockstep_efficiency"] == 1.0 and metrics["packing/sharing_active"] is True
 
 
+def test_groups_are_counted_by_prompt_and_retries_apart() -> None:
+    """A prompt split over draws is one group; what a retry sampled is in no group size and in no clean count."""
+    split = [make_group(0, ["correct", "wrong"]), make_group(0, ["wrong"]), make_group(1, ["wrong"] * 4)]
+    extra = [make_group(1, ["correct", "wrong"]), make_group(1, ["correct"]), make_group(2, ["wrong"])]
+    extra = [dataclasses.replace(g, request=dataclasses.replace(g.request, kind="extra")) for g in extra]
+    ctx = make_context([])
+    ctx.clean, ctx.round = {"p0": (3, 1), "p1": (4, 0)}, 2
+    metrics = step_metrics(ctx, split + extra, LossParams(beta=0.25), make_batch(), make_stats())
+    assert (metrics["prompts"], metrics["group_size_min"], metrics["group_size_max"]) == (2, 3, 4)
+    assert metrics["group_size_mean"] == 3.5 and metrics["rollouts"] == 11
+    assert (metrics["signal_share"], metrics["all_wrong_share"], metrics["all_correct_share"]) == (0.5, 0.5, 0.0)
+    assert metrics["extra_token_share"] == pytest.approx((3 + 1 + 1) / (3 + 1 + 10 + 3 + 1 + 1))
+    assert metrics["rescued_prompts"] == 1 and metrics["rounds"] == 2 and metrics["beta"] == 0.25
+    assert metrics["clean_accuracy"] == pytest.approx((1 / 3 + 0) / 2)
+    empty = step_metrics(make_context([]), [], LossParams(), make_batch(), make_stats())
+    assert (empty["prompts"], empty["extra_token_share"], empty["rescued_prompts"]) == (0, 0.0, 0)
+
+
 def test_laws_on_random_groups() -> None:
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -143,7 +162,9 @@ def test_laws_on_random_groups() -> None:
 
 def test_step_of_failures_only_has_no_accuracy(tmp_path: Path) -> None:
     groups = [make_group(0, ["failed", "failed"])]
-    RunLog(tmp_path).write_step(step_metrics(make_context(groups), groups, LossParams(), make_batch(), make_stats(math.nan)))
+    RunLog(tmp_path).write_step(
+        step_metrics(make_context(groups), groups, LossParams(), make_batch(), make_stats(math.nan))
+    )
     (row,) = read_metrics(tmp_path)
     assert row["entropy"] is row["clean_accuracy"] is row["reward"] is row["signal_share"] is None
     assert row["verdict/failed"] == 2 and row["stepped"] is True

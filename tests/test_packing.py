@@ -3,6 +3,7 @@
 Everything once and whole, nothing over the cap, the same slots on every rank, shifts inside segments.
 """
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from e3fast.packing import cut_overlong, filler, pack
-from e3fast.types import Coefficients
+from e3fast.types import ROUTES, Coefficients
 from tests.samples import make_samples
 
 groups = st.lists(
@@ -152,3 +153,111 @@ def test_the_plan_does_not_depend_on_the_process():
     shape = [(7, [3, 9, 4]), (2, [8]), (20, [1, 1, 30])]
     first, second = (pack(make_samples(shape), [1.0] * 7, 60, 2) for _ in range(2))
     assert first.plan == second.plan
+
+
+def of_draws(shape, draws=(1, 2), zero_groups=()):
+    """Samples of each group in turn from the draws; one rescue from the policy's own weights stands last."""
+    samples = make_samples(shape, zero_groups=zero_groups)
+    samples = [
+        dataclasses.replace(s, route="draw", draw=draws[i % len(draws)]) for i, s in enumerate(samples[:-1])
+    ] + samples[-1:]
+    bare = np.zeros_like(samples[-1].entropy_mask)
+    return [*samples[:-1], dataclasses.replace(samples[-1], route="rescue", entropy_mask=bare)]
+
+
+def entropy_only(sample):
+    return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+
+
+SHAPE = [(6, [3, 9, 4]), (2, [7, 7]), (11, [2, 5, 8, 1]), (4, [6, 12])]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("cap", [24, 60, 500])
+def test_micro_batches_at_draws_hold_one_draw_each_and_everything_once(num_ranks, cap):
+    samples = of_draws(SHAPE, zero_groups={2})
+    batch = pack(samples, [1.0] * len(samples), cap, num_ranks, at_draws=True)
+    seen = []
+    for micro_batches, plan in ((batch.micro_batches, batch.plan), (batch.forward_only, batch.forward_plan)):
+        assert plan.num_slots == len(micro_batches[0]) and plan.num_ranks == num_ranks
+        assert [[m.num_tokens for m in rank] for rank in micro_batches] == list(map(list, plan.tokens))
+        assert all(tokens <= cap for rank in plan.tokens for tokens in rank)
+        for slot in zip(*micro_batches, strict=True):
+            assert len({m.draw for m in slot}) == 1, "ranks load draws together"
+        for rank, planned in zip(micro_batches, plan.bins, strict=True):
+            assert [m.draw for m in rank] == sorted(m.draw for m in rank), "each draw is loaded once"
+            for m, fragments in zip(rank, planned, strict=True):
+                own = [i for i in m.sample_of.tolist() if i >= 0]
+                assert own == [i for fragment in fragments for i in fragment]
+                assert all(samples[i].draw == m.draw for i in own)
+                seen += own
+    assert sorted(seen) == list(range(len(samples)))
+
+
+def test_a_joined_plan_adds_up():
+    samples = of_draws(SHAPE)
+    joined = pack(samples, [1.0] * len(samples), 40, 2, at_draws=True).plan
+    parts = []
+    for draw in (0, 1, 2):
+        own = [s for s in samples if s.draw == draw]
+        parts.append(pack(own, [1.0] * len(own), 40, 2).plan)
+    assert joined.num_tokens == sum(plan.num_tokens for plan in parts)
+    assert joined.unshared_tokens == sum(plan.unshared_tokens for plan in parts)
+    assert joined.unshared_cost == pytest.approx(sum(plan.unshared_cost for plan in parts))
+    for rank in range(2):
+        assert joined.tokens[rank] == sum((plan.tokens[rank] for plan in parts), ())
+        assert joined.costs[rank] == sum((plan.costs[rank] for plan in parts), ())
+    assert joined.digest not in {plan.digest for plan in parts}
+    assert joined.digest == pack(samples, [1.0] * len(samples), 40, 2, at_draws=True).plan.digest
+
+
+def test_without_at_draws_all_stand_together_at_the_policys_own_weights():
+    samples = of_draws(SHAPE)
+    (m,) = pack(samples, [1.0] * len(samples), 500, 1).micro_batches[0]
+    assert m.draw == 0 and filler(3).draw == 3
+    ends = m.cu_seqlens.tolist()
+    for n, i in enumerate(m.sample_of.tolist()):
+        routes = {ROUTES[r] for r in m.routes[ends[n] : ends[n + 1]].tolist()}
+        assert i < 0 or routes == {samples[i].route}
+
+
+def sides(batch):
+    return [
+        sorted(i for m in side[0] for i in m.sample_of.tolist() if i >= 0)
+        for side in (batch.micro_batches, batch.forward_only)
+    ]
+
+
+def test_who_gets_a_backward_pass():
+    """Rows that count for their entropy alone never do; rows without signal do where the loss has more terms."""
+    samples = make_samples([(4, [3, 5]), (3, [2, 6]), (5, [4])], zero_groups={1})
+    samples[0] = entropy_only(samples[0])
+    silent = entropy_only(dataclasses.replace(samples[4], entropy_mask=np.zeros(9, bool)))
+    samples.append(silent)  # asks for nothing at all
+    pack_as = lambda **knobs: sides(pack(samples, [1.0] * 6, 100, 1, **knobs))  # noqa: E731
+    assert pack_as() == [[1, 4], [0, 2, 3]]
+    assert pack_as(backward="all") == [[1, 2, 3, 4], [0]]
+    assert pack_as(backward="none") == [[], [0, 1, 2, 3, 4]]
+    assert pack_as(score_all=False) == [[1, 4], []]
+    batch = pack(samples, [1.0] * 6, 100, 1)
+    assert (batch.num_loss_tokens, batch.num_sequences, batch.num_groups) == (5 + 2 + 6 + 4, 4, 3)
+
+
+def test_entropy_only_rows_are_targets_without_loss():
+    sample = make_samples([(4, [3])])[0]
+    (m,) = pack([entropy_only(sample)], [1.0], 100, 1).forward_only[0]
+    assert m.targets[3:6].tolist() == sample.token_ids[4:].tolist() and bool((m.targets >= 0).sum() == 3)
+    assert m.entropy_mask.tolist() == [False] * 3 + [True] * 3 + [False]
+    assert not m.loss_mask.any() and not m.loss_weights.any() and not m.advantages.any()
+
+
+def test_loss_and_entropy_tokens_may_differ():
+    """A token without a behaviour log-prob leaves the loss and stays in the entropy; a rescue is the other way."""
+    sample = make_samples([(4, [3])])[0]
+    holed = sample.loss_mask.copy()
+    holed[5] = False
+    (m,) = pack([dataclasses.replace(sample, loss_mask=holed)], [1.0], 100, 1).micro_batches[0]
+    assert m.loss_mask.tolist() == [False] * 3 + [True, False, True, False]
+    assert m.entropy_mask.tolist() == [False] * 3 + [True] * 3 + [False] and int((m.targets >= 0).sum()) == 3
+    (m,) = pack([dataclasses.replace(sample, entropy_mask=np.zeros(7, bool))], [1.0], 100, 1).micro_batches[0]
+    assert not m.entropy_mask.any() and int(m.loss_mask.sum()) == 3
