@@ -37,6 +37,7 @@ class Draws:
             return
         if draw and self.kept is None and self.params is self.masters:
             self.kept = [master.detach().clone() for master in self.masters]
+        self.draw = draw  # already now: a draw that breaks off half made is to be taken back
         if draw:
             assert perturb is not None
             for param, weight in zip(self.params, self.drawn(draw, perturb), strict=True):
@@ -45,7 +46,6 @@ class Draws:
             for param, weight in zip(self.params, self.own(), strict=True):
                 param.copy_(weight)
             self.kept = None
-        self.draw = draw
 
     def own(self) -> Sequence[Tensor]:
         """The policy's own weights, fp32."""

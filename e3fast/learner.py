@@ -117,6 +117,7 @@ class LocalLearner:
         first = next(iter((*trained, *scored)), None) if probe else None
         self.accumulate(first, scored, trained, loss, totals, perturb)
         kept = 1.0 if loss.seq_mask is None else totals.kept_weight
+        totals.loss = totals.loss / kept if kept > 0 else 0.0
         grad_norm, stepped = self.step(kept) if trained else (0.0, False)
         latents = {batch.prompt_ids[i]: latent for i, latent in totals.latents.items() if i >= 0}
         return totals.stats(grad_norm, stepped, output_head(self.model).weight.shape[0], latents)

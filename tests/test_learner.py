@@ -1,12 +1,14 @@
 """The learner's laws: loss and gradient do not depend on packing, order or micro-batches.
 
-Learning rate 0 keeps ratio 1.
+Learning rate 0 keeps ratio 1. What a mask drops leaves loss and normaliser; a KL term and log-probs equal dense ones.
 """
 
 import copy
+import dataclasses
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from e3fast.objective import loss_weights, token_loss
 from e3fast.packing import pack
 from e3fast.totals import Totals
 from e3fast.types import LossParams
+from tests.dense import dense_rows, flat_grad, near_policy, off, routed
 from tests.samples import make_samples
 from tests.tiny import make_model
 
@@ -173,3 +176,212 @@ def test_warm_up():
     for learner.steps_done in range(6):
         rates.append(learner.learning_rate)
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def exact_learner(model, **knobs):
+    """A learner whose one step is plain descent at rate 1 without a clip, in the model's own fp64."""
+    config = TrainConfig(learning_rate=0.0, max_grad_norm=1e9, **knobs)
+    learner = LocalLearner(copy.deepcopy(model).float(), config, CPU)
+    learner.model.double()
+    learner.optimizer = torch.optim.SGD(learner.masters, lr=0.0)
+    return learner
+
+
+def step_gradient(learner, batch, loss):
+    """What `update` hands to the optimizer: after the mask, before the step."""
+    taken = []
+    learner.optimizer.register_step_pre_hook(lambda *_: taken.append(flat_grad(learner.model)))
+    stats = learner.update(batch, loss)
+    return stats, taken[0] if taken else None
+
+
+def masked_samples(model):
+    """(samples, who is dropped): drawn in and out of the band, plain and rescued far out, and some without signal."""
+    plain = make_samples(SHAPE, zero_groups={1})
+    shifts = [0.1, 0.2, [0.3, -0.3, 0.1, 0.0], 0.05, 0.3, 0.3, -0.2, 2.0, 0.0, 0.5, 0.01]
+    routes = ["draw"] * 9 + ["rescue", "draw"]
+    routes[7] = "plain"
+    samples = [
+        routed(near_policy(model, s, shift), route, draw=1)
+        for s, shift, route in zip(plain, shifts, routes, strict=True)
+    ]
+    dropped = [i for i, s in enumerate(samples) if s.route == "draw" and abs(total_gap(model, s)) > math.log(2)]
+    return samples, dropped
+
+
+@torch.no_grad()
+def total_gap(model, sample):
+    return float((dense_rows(model, sample)[0].numpy() - sample.rollout_logprobs[sample.loss_mask]).sum())
+
+
+MASK = LossParams(seq_mask=2.0)
+
+
+@pytest.mark.parametrize("group_weight", ["token", "prompt"])
+@pytest.mark.parametrize(("cap", "sharing"), [(10_000, True), (10_000, False), (31, True), (19, False)])
+def test_what_the_mask_drops_leaves_loss_and_normaliser(cap, sharing, group_weight):
+    """Also sequences without signal, that have no backward pass."""
+    model = make_model(torch.float64)
+    samples, dropped = masked_samples(model)
+    assert {samples[i].has_signal for i in dropped} == {True, False} and len(dropped) < 9
+    loss = dataclasses.replace(MASK, group_weight=group_weight)
+    weights = loss_weights(samples, loss, 16)
+    batch = pack(samples, weights, cap, 1, sharing=sharing)
+    learner = exact_learner(model)
+    stats, got = step_gradient(learner, batch, loss)
+    kept = [i for i in range(len(samples)) if i not in dropped]
+    left = sum(weights[i] * samples[i].num_loss_tokens for i in kept)
+    alone = pack([samples[i] for i in kept], [weights[i] / left for i in kept], 10_000, 1, sharing=False)
+    unmasked = dataclasses.replace(loss, seq_mask=None)
+    want_stats, want = step_gradient(exact_learner(model), alone, unmasked)
+    assert off(got, want) < 1e-5 and stats.grad_norm == pytest.approx(want_stats.grad_norm, rel=1e-5)
+    assert stats.loss == pytest.approx(want_stats.loss, rel=1e-4)
+    drawn = [i for i, s in enumerate(samples) if s.route == "draw"]
+    assert stats.keep_rate == pytest.approx(1 - len(dropped) / len(drawn), rel=1e-6)
+    _, loose = step_gradient(exact_learner(model), batch, unmasked)
+    assert off(loose, want) > 0.05
+
+
+def test_a_step_of_which_the_mask_leaves_nothing_is_skipped_and_counted():
+    model = make_model()
+    samples = [routed(near_policy(model, s, 1.0), "draw", draw=1) for s in make_samples(SHAPE)]
+    learner = LocalLearner(copy.deepcopy(model), TrainConfig(learning_rate=1e-2), CPU)
+    stats = learner.update(pack(samples, loss_weights(samples, MASK, 16), 40, 1), MASK)
+    assert not stats.stepped and stats.keep_rate == stats.loss == 0 and learner.steps_done == 1
+    assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), model.parameters(), strict=True))
+
+
+def dense_loss(model, reference, samples, weights, loss):
+    """The step's loss without packing, of plain rows: -A, the k3 term and the entropy bonus."""
+    total = 0.0
+    for sample, weight in zip(samples, weights, strict=True):
+        logprobs, entropy = dense_rows(model, sample)
+        with torch.no_grad():
+            gap = dense_rows(reference, sample)[0] - logprobs
+        gap = gap.detach() + logprobs.detach() - logprobs  # the reference has no gradient
+        advantages = torch.as_tensor(sample.advantages[sample.loss_mask])
+        rows = -(logprobs - logprobs.detach()).exp() * advantages + loss.beta * (gap.exp() - gap - 1)
+        total = total + weight * (rows - loss.entropy_bonus * entropy).sum()
+    return total
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("loss", [LossParams(beta=0.5), LossParams(beta=0.2, entropy_bonus=0.1)])
+def test_other_terms_have_the_gradient_of_rows_without_signal_too(loss, sharing):
+    model, start = make_model(torch.float64), make_model(torch.float64, seed=3)
+    samples = make_samples(SHAPE, zero_groups={1, 2})
+    weights = loss_weights(samples, loss, 16)
+    assert loss.needs_every_row
+    batch = pack(samples, weights, 40, 1, sharing=sharing, backward="all")
+    learner = exact_learner(model)
+    learner.reference = copy.deepcopy(start).requires_grad_(False)
+    stats, got = step_gradient(learner, batch, loss)
+    twin = copy.deepcopy(model)
+    want = dense_loss(twin, start, samples, weights, loss)
+    want.backward()
+    assert off(got, flat_grad(twin)) < 1e-6 and stats.loss == pytest.approx(want.item(), rel=1e-5)
+    with torch.no_grad():
+        gaps = torch.cat([dense_rows(start, s)[0] - dense_rows(model, s)[0] for s in samples])
+    assert stats.kl == pytest.approx(float((gaps.exp() - gaps - 1).mean()), rel=1e-5)
+    skipping = exact_learner(model)
+    skipping.reference = learner.reference
+    _, less = step_gradient(skipping, pack(samples, weights, 40, 1, sharing=sharing), loss)
+    assert off(less, got) > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_is_the_start_model_and_stays(dtype):
+    learner = LocalLearner(make_model(dtype), TrainConfig(learning_rate=1e-3), CPU)
+    learner.keep_reference()
+    loss, samples = LossParams(beta=0.1), make_samples(SHAPE)
+    batch = pack(samples, loss_weights(samples, loss, 16), 40, 1, backward="all")
+    kl = [learner.update(batch, loss).kl for _ in range(3)]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and min(kl[1:]) > 0
+    for kept, moved, fresh in zip(
+        learner.reference.parameters(), learner.params, make_model(dtype).parameters(), strict=True
+    ):
+        assert torch.equal(kept, fresh) and not torch.equal(moved, fresh)
+        assert not kept.requires_grad and kept.grad is None
+
+
+@pytest.mark.parametrize("cap", [30, 10_000])
+@pytest.mark.parametrize("sharing", [True, False])
+def test_logprobs_are_the_dense_ones_sample_by_sample(sharing, cap):
+    """Of completion tokens in order, those without a behaviour log-prob included."""
+    model, samples = make_model(torch.float64), make_samples(SHAPE, zero_groups={1})
+    holed = samples[4].loss_mask.copy()
+    holed[4] = False
+    samples[4] = dataclasses.replace(samples[4], loss_mask=holed)
+    samples[6] = routed(samples[6], "rescue")
+    batch = pack(samples, [0.0] * len(samples), cap, 1, sharing=sharing, backward="none")
+    learner = exact_learner(model)
+    found = learner.logprobs(batch, None)
+    assert sorted(found) == list(range(len(samples)))
+    for i, sample in enumerate(samples):
+        with torch.no_grad():
+            assert found[i] == pytest.approx(dense_rows(model, sample)[0].numpy(), rel=1e-6)
+    assert all(p.grad is None for p in learner.params)
+
+
+@pytest.mark.parametrize("seq_mask", [None, 2.0])
+def test_entropy_does_not_care_whether_a_group_was_dropped(seq_mask):
+    """Nor whether its rows have signal: what regroup drops is scored, and weighs nothing."""
+    model, loss = make_model(torch.float64), dataclasses.replace(LossParams(), seq_mask=seq_mask)
+    samples = make_samples(SHAPE)
+    bare = [
+        dataclasses.replace(s, loss_mask=np.zeros_like(s.loss_mask), advantages=np.zeros_like(s.advantages))
+        if s.group in (0, 2)
+        else s
+        for s in samples
+    ]
+    rest = [s for s in samples if s.group not in (0, 2)]
+    (whole, _), (dropped, got), (without, want) = (
+        step_gradient(exact_learner(model), pack(own, loss_weights(own, loss, 16), 40, 1), loss)
+        for own in (samples, bare, rest)
+    )
+    assert dropped.entropy_tokens == whole.entropy_tokens > without.entropy_tokens
+    assert dropped.entropy == pytest.approx(whole.entropy, rel=1e-6)
+    with torch.no_grad():
+        dense = torch.cat([dense_rows(model, s)[1] for s in samples])
+    assert whole.entropy == pytest.approx(float(dense.mean()), rel=1e-6)
+    assert off(got, want) < 1e-6 and dropped.loss == pytest.approx(without.loss, rel=1e-6)
+    assert dropped.mismatch_mean == pytest.approx(without.mismatch_mean, rel=1e-6)
+
+
+def test_rescues_are_in_no_entropy_and_no_mismatch():
+    model, loss = make_model(torch.float64), LossParams()
+    samples = [near_policy(model, s, 0.0) for s in make_samples(SHAPE)]
+    rescued = [routed(near_policy(model, s, 0.1), "rescue") if s.group == 2 else s for s in samples]
+    stats, _ = step_gradient(exact_learner(model), pack(rescued, loss_weights(rescued, loss, 16), 40, 1), loss)
+    with torch.no_grad():
+        dense = torch.cat([dense_rows(model, s)[1] for s in samples if s.group != 2])
+    assert stats.entropy == pytest.approx(float(dense.mean()), rel=1e-6) and stats.entropy_tokens == len(dense)
+    assert stats.mismatch_max < 1e-6 and stats.ratio_max == pytest.approx(math.exp(0.1), rel=1e-5)
+
+
+@pytest.mark.parametrize("rescue_shape", [0.0, 0.1])
+def test_rescued_rows_have_the_gradient_of_two_prompts_by_hand(rescue_shape):
+    """Sampled behind a prefix, scored behind the plain prompt, the ratio between the two."""
+    model = make_model(torch.float64)
+    (sample,) = make_samples([(5, [6])], temperature=0.8)
+    p, completion = 5, sample.token_ids[5:]
+    behind = dataclasses.replace(
+        sample,
+        num_prompt_tokens=p + 3,
+        token_ids=np.concatenate([[9, 8, 7], sample.token_ids]),
+        temperatures=np.full(p + 9, 0.8),
+    )
+    with torch.no_grad():
+        recorded = dense_rows(model, behind)[0]
+    rescued = routed(
+        dataclasses.replace(sample, rollout_logprobs=np.concatenate([np.zeros(p), recorded.numpy()])), "rescue"
+    )
+    loss = LossParams(rescue_shape=rescue_shape)
+    _, got = step_gradient(exact_learner(model), pack([rescued], [1 / 6], 40, 1), loss)
+    twin = copy.deepcopy(model)
+    ratio, advantage = (dense_rows(twin, sample)[0] - recorded).exp(), float(sample.advantages[-1])
+    clipped = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    rows = -advantage * ratio / (ratio + rescue_shape) if rescue_shape else clipped
+    rows.mean().backward()
+    assert len(completion) == 6 and float((ratio - 1).abs().max()) > 0.3
+    assert off(got, flat_grad(twin)) < 1e-5
