@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from e3fast.advantages import make_sample
-from e3fast.allocator import Allocator
+from e3fast.allocator import Allocator, with_logprobs
 from e3fast.config import RunConfig
 from e3fast.learner import Learner
 from e3fast.prompts import PromptPool
@@ -32,9 +32,12 @@ def check_mask(
     ]
     done = zip(requests, engine.generate(requests), strict=True)
     samples = [make_sample(Group(0, request, (), ()), own, 0.0) for request, rollouts in done for own in rollouts]
+    samples, _ = allocator.trim(samples)
     batch = allocator.pack(samples, [0.0] * len(samples), learner.num_ranks, LossParams(), scored_at_draws=True)
     found = learner.logprobs(batch, None)
-    gaps = [float((found[i] - s.rollout_logprobs[s.loss_mask]).clip(-20, 20).sum()) for i, s in enumerate(samples)]
+    again = [with_logprobs(sample, found[i]) for i, sample in enumerate(samples)]
+    pairs = zip(again, samples, strict=True)
+    gaps = [(a.rollout_logprobs - b.rollout_logprobs)[b.loss_mask].clip(-20, 20).sum() for a, b in pairs]
     kept = sum(abs(gap) <= math.log(band) for gap in gaps) / len(gaps)
     if kept < LEAST:
         raise ValueError(
