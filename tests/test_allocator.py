@@ -1,22 +1,29 @@
-"""Where memory runs out a step is repeated in smaller micro-batches, and nothing else changes."""
+"""Where memory runs out a step is repeated in smaller micro-batches, and nothing else changes.
 
+Drawn rows are scored again at their draw where the loss asks for the learner's log-probs.
+"""
+
+import copy
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 
 from e3fast import learner as learner_module
-from e3fast.allocator import Allocator, CostFit, halved
+from e3fast.allocator import Allocator, CostFit, halved, with_logprobs
 from e3fast.config import TrainConfig
 from e3fast.costs import model_coefficients
 from e3fast.learner import LocalLearner
 from e3fast.memory import OutOfMemory
 from e3fast.objective import loss_weights
 from e3fast.types import LossParams
+from tests.dense import dense_rows, routed
 from tests.samples import make_samples
 from tests.tiny import make_model
 
@@ -168,6 +175,101 @@ def test_tails_are_cut_only_where_the_run_says_so():
     cut, count = make_allocator(model, cap=20, over_long="cut").trim(samples)
     assert count == 1 and [len(s.token_ids) for s in cut] == [20, 8]
     assert make_allocator(model, cap=20, over_long="cut").pack(cut, [1.0, 1.0], 1, LossParams()).plan.num_slots >= 1
+
+
+def shrunk(draw, name, weight, state):
+    """A draw that is no noise: the weights a little smaller."""
+    return weight * (1 - 0.05 * draw)
+
+
+def mixed_routes():
+    """Plain, drawn and rescued samples, of them one that counts in the entropy alone and one with a hole."""
+    samples = make_samples(SHAPE, zero_groups={1})
+    samples = [
+        routed(s, ("plain", "draw", "draw", "rescue")[i % 4], draw=(0, 1, 2, 1)[i % 4]) for i, s in enumerate(samples)
+    ]
+    samples[1] = dataclasses.replace(samples[1], loss_mask=np.zeros_like(samples[1].loss_mask))
+    holed = samples[6].loss_mask.copy()
+    holed[-2] = False
+    samples[6] = dataclasses.replace(samples[6], loss_mask=holed)
+    return samples
+
+
+LEARNERS = LossParams(seq_mask=2.0, behaviour_logprobs="learner")
+
+
+@pytest.mark.parametrize("cap", [24, 300])
+def test_drawn_rows_get_the_learners_log_probs_at_their_draw(cap):
+    """Others keep the engine's; so do all where the loss does not ask, or nothing was drawn."""
+    model, samples = make_model(), mixed_routes()
+    learner = LocalLearner(copy.deepcopy(model), TrainConfig(), CPU)
+    allocator = make_allocator(model, cap)
+    found = allocator.rescore(learner, samples, LEARNERS, shrunk)
+    assert [s is t for s, t in zip(found, samples, strict=True)] == [
+        i == 1 or s.route != "draw" for i, s in enumerate(samples)
+    ]
+    for sample, old in zip(found, samples, strict=True):
+        if sample is old:
+            continue
+        twin = copy.deepcopy(model)
+        for param in twin.parameters():
+            param.data *= 1 - 0.05 * sample.draw
+        with torch.no_grad():
+            want = dense_rows(twin, sample)[0].numpy()
+        assert sample.rollout_logprobs[sample.num_prompt_tokens :] == pytest.approx(want, abs=1e-4)
+        assert not sample.rollout_logprobs[: sample.num_prompt_tokens].any() and sample.loss_mask is old.loss_mask
+    assert learner.draw == 0
+    assert (
+        allocator.rescore(learner, samples, dataclasses.replace(LEARNERS, behaviour_logprobs="engine"), None) is samples
+    )
+    plain = make_samples(SHAPE)
+    assert allocator.rescore(learner, plain, LEARNERS, None) is plain
+
+
+def test_with_logprobs_leaves_what_is_not_asked():
+    sample = make_samples([(3, [2])])[0]
+    assert with_logprobs(sample, np.array([-7.0, -8.0])).rollout_logprobs.tolist() == [0, 0, 0, -7, -8]
+    assert sample.rollout_logprobs[-1] != -8
+
+
+def test_the_loss_says_who_is_packed_where():
+    samples, allocator = mixed_routes(), make_allocator(make_model(), 300)
+    pack = lambda loss, **knobs: allocator.pack(samples, [1.0] * len(samples), 1, loss, **knobs)  # noqa: E731
+    draws = lambda side: [m.draw for m in side[0]]  # noqa: E731
+    owners = lambda side: sorted(i for m in side[0] for i in m.sample_of.tolist() if i >= 0)  # noqa: E731
+    silent = [i for i, s in enumerate(samples) if not s.has_signal]
+    at_mean, at_draw = pack(LossParams()), pack(LossParams(gradient_at="draw"))
+    assert draws(at_mean.micro_batches) == draws(at_mean.forward_only) == [0]
+    assert draws(at_draw.micro_batches) == [0, 1, 2] and owners(at_draw.forward_only) == silent == [1, 3, 4]
+    assert owners(pack(LossParams(beta=0.1)).forward_only) == [1], "what has no loss token has no gradient"
+    scored = pack(LossParams(), scored_at_draws=True)
+    assert scored.micro_batches == ((),) and draws(scored.forward_only) == [0, 1, 2]
+    assert owners(scored.forward_only) == list(range(len(samples)))
+
+
+@pytest.mark.parametrize("gradient_at", ["mean", "draw"])
+def test_a_step_at_draws_that_does_not_fit_is_repeated_all_the_same(gradient_at):
+    """The same weights as from a smaller cap, with the mask's normaliser and each draw's own gradient."""
+    samples = [s if s.route == "plain" else routed(s, "draw", max(1, s.draw)) for s in mixed_routes()]
+    mask = 1e9 if gradient_at == "mean" else None
+    loss = LossParams(gradient_at=gradient_at, seq_mask=mask)
+    weights = loss_weights(samples, loss, 16)
+    ends = []
+    for room, cap in ((30, 200), (10_000, None)):
+        learner, allocator = (
+            SmallLearner(make_model(), TrainConfig(learning_rate=1e-2), CPU),
+            make_allocator(make_model()),
+        )
+        allocator.cap = cap or ends[0][1].cap
+        learner.room = room
+        batch = allocator.pack(samples, weights, 1, loss)
+        _, stats = allocator.update(learner, batch, samples, weights, loss, False, shrunk)
+        ends.append((stats, allocator, torch.cat([p.detach().flatten() for p in learner.masters])))
+    assert ends[0][1].num_replans >= 1 and ends[1][1].num_replans == 0
+    assert ends[0][0].grad_norm == pytest.approx(ends[1][0].grad_norm, rel=1e-5)
+    assert torch.equal(ends[0][2], ends[1][2])
+    if mask:
+        assert 0 < ends[0][0].keep_rate < 1 and ends[0][0].keep_rate == pytest.approx(ends[1][0].keep_rate)
 
 
 DRILL = """

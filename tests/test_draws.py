@@ -1,4 +1,7 @@
-"""Draws of the weights: the policy's own come back bit for bit, each gradient is that of its own draw, IVON's sums."""
+"""Draws of the weights: the policy's own come back bit for bit, each gradient is that of its own draw, IVON's sums.
+
+While rollouts are generated each draw is pushed once, and methods make it one after the other.
+"""
 
 import copy
 
@@ -9,15 +12,16 @@ from e3fast.config import RolloutConfig, RunConfig, TrainConfig
 from e3fast.ivon import IvonConfig
 from e3fast.learner import LocalLearner
 from e3fast.memory import OutOfMemory
-from e3fast.methods import PerturbedWeights
+from e3fast.methods import Method, PerturbedWeights
+from e3fast.metrics import StageClock
 from e3fast.objective import loss_weights, token_loss
 from e3fast.packing import pack
 from e3fast.rollout.transformers import TransformersEngine
 from e3fast.totals import Totals
-from e3fast.train import perturb_by_all
+from e3fast.train import generate_at_draws, perturb_by_all
 from e3fast.types import LossParams
 from tests.dense import dense_rows, flat_grad, near_policy, off, routed
-from tests.records import context
+from tests.records import context, prompt, request
 from tests.samples import make_samples
 from tests.tiny import make_model, make_tokenizer
 
@@ -261,3 +265,62 @@ def test_ivon_sums_the_noise_times_the_gradient_of_each_draw(dtype, cap):
         want, want_noise = want + g, want_noise + nu * g
     assert off(grad, want) < 1e-5 and off(noise_grad, want_noise) < 1e-5
     assert learner.optimizer.noise_grads == {} == learner.optimizer.drawn_grads
+
+
+class Pushes:
+    """A learner and an engine that note whose weights are handed over and what is sampled with them."""
+
+    def __init__(self):
+        self.draw, self.log = 0, []
+
+    def stand_at(self, draw, perturb):
+        self.draw = draw
+
+    def weights(self):
+        return iter([("w", torch.tensor(float(self.draw)))])
+
+    def load_weights(self, weights, policy_version):
+        self.log.append(("push", int(dict(weights)["w"]), policy_version))
+
+    def generate(self, requests):
+        self.log.append(("generate", [r.draw for r in requests], [r.prompt.id for r in requests]))
+        return [[(r.prompt.id, r.draw, self.draw)] * r.num_rollouts for r in requests]
+
+
+def generate(both, *asked):
+    requests = [request(prompt(row), 2, draw=draw) for row, draw in asked]
+    clock = StageClock()
+    return generate_at_draws(context(step=4), both, both, None, clock, requests)
+
+
+def test_each_draw_is_pushed_once_and_answers_stand_in_order():
+    both = Pushes()
+    done = generate(both, (0, 2), (0, 1), (1, 2), (2, 0), (1, 1))
+    assert [own[0] for own in done] == [("0", 2, 2), ("0", 1, 1), ("1", 2, 2), ("2", 0, 0), ("1", 1, 1)]
+    assert both.log == [
+        ("generate", [0], ["2"]),
+        ("push", 1, 4),
+        ("generate", [1, 1], ["0", "1"]),
+        ("push", 2, 4),
+        ("generate", [2, 2], ["0", "1"]),
+    ]
+    both.log.clear()
+    assert generate(both, (3, 0), (4, 2))[0][0] == ("3", 0, 0), "a later round starts at the draw that stands"
+    assert [entry[:2] for entry in both.log] == [("push", 0), ("generate", [0]), ("push", 2), ("generate", [2])]
+    both.log.clear()
+    assert generate(both) == [] == both.log
+
+
+def test_methods_make_a_draw_one_after_the_other():
+    class Doubles(Method):
+        def perturb(self, ctx, draw, name, weight, optimizer_state):
+            return 2 * weight
+
+    class Adds(Method):
+        def perturb(self, ctx, draw, name, weight, optimizer_state):
+            return weight + draw + ctx.step
+
+    weight = torch.ones(2)
+    assert perturb_by_all(context(step=5), [Doubles(), Adds()], 3, "w", weight, {}).tolist() == [10, 10]
+    assert perturb_by_all(context(step=5), [Adds(), Doubles()], 3, "w", weight, {}).tolist() == [18, 18]
+    assert perturb_by_all(context(), [Method()], 3, "w", weight, {}) is weight

@@ -8,7 +8,10 @@ import torch
 from e3fast import session
 from e3fast import train as train_module
 from e3fast.config import load_config
+from e3fast.ivon import Ivon
+from e3fast.methods import Method
 from e3fast.rewards import own_score
+from e3fast.rollout.transformers import TransformersEngine
 from e3fast.runlog import read_metrics, read_rollouts
 from e3fast.train import train
 from tests.test_train import RUN, fingerprint, run_file, vowels
@@ -160,3 +163,59 @@ def test_noise_changes_what_is_sampled(tmp_path, model, plain):
     rollouts = read_rollouts(run(tmp_path, model, "loud", method("m3po", draws=2, sigma=5e-2))).to_pylist()
     same = [a["completion"] == b["completion"] for a, b in zip(rollouts, plain[1], strict=True)]
     assert not all(same[:16]) and math.isfinite(sum(r["reward"] for r in rollouts))
+
+
+class DropsFirst(Method):
+    """Leaves a step's first prompt out of credit."""
+
+    def regroup(self, ctx, groups):
+        first = groups[0].prompt.id
+        return [group for group in groups if group.prompt.id != first]
+
+
+@pytest.mark.parametrize("variant", [None, "m3po", "c3po"])
+def test_dropped_groups_count_in_the_entropy_and_in_nothing_else(tmp_path, model, variant):
+    """At the draws for m3po, at the mean for c3po."""
+    methods, one = method(variant, draws=2, sigma=2e-3) if variant else "", {"steps = 3": "steps = 1"}
+    drop = '[[methods]]\nname = "tests.test_perturbed_runs:DropsFirst"\n'
+    (kept,), (dropped,) = (
+        read_metrics(run(tmp_path, model, name, text, **one))
+        for name, text in (("all", methods), ("some", methods + drop))
+    )
+    for name in ("entropy", "generated_tokens", "clean_accuracy", "group_size_mean", "signal_share", "reward"):
+        assert dropped[name] == pytest.approx(kept[name], rel=1e-6), name
+    assert dropped["loss"] != kept["loss"] or dropped["grad_norm"] != kept["grad_norm"]
+    assert dropped["trained_tokens"] <= kept["trained_tokens"] and dropped["scored_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "ivon"),
+    [
+        ("", False, False),
+        ("[loss]\nbeta = 0.1\n", True, False),
+        (CASES["m3po-ivon"][0], False, True),
+    ],
+)
+def test_the_learner_has_what_the_run_needs_and_no_more(tmp_path, model, text, reference, ivon):
+    changes = IVON if ivon else {}
+    config = load_config(run_file(tmp_path, model, SHORT + text, **changes))
+    learner = session.make_learner(config, make_model(), torch.device("cpu"))
+    assert (learner.reference is not None) == reference and isinstance(learner.optimizer, Ivon) == ivon
+    assert learner.latent_matrix is None and learner.peak[0] == (10.0 if ivon else 1e-3)
+
+
+def test_a_mask_on_noisy_log_probs_is_refused_before_anything_is_written(tmp_path, model, monkeypatch):
+    """Its draw is at fault as little as its learner: the advice is to ask the learner."""
+    finish = TransformersEngine.finish
+
+    def noisy(self, request, tokens, logprobs):
+        return finish(self, request, tokens, [value + 0.3 for value in logprobs])
+
+    monkeypatch.setattr(TransformersEngine, "finish", noisy)
+    text = method("c3po", draws=2, sigma=0.0, controller=False)
+    with pytest.raises(ValueError, match='set behaviour_logprobs = "learner" in perturbed_weights'):
+        run(tmp_path, model, "noisy", text)
+    assert not (tmp_path / "noisy" / "config.toml").exists()
+    asked = method("c3po", draws=2, sigma=0.0, controller=False, behaviour_logprobs="learner")
+    lines = read_metrics(run(tmp_path, model, "asked", asked))
+    assert all(row["keep_rate"] == 1.0 and row["ratio_max"] == pytest.approx(1, abs=1e-5) for row in lines)

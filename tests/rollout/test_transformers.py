@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from e3fast.model import output_head, packed_hidden
 from e3fast.packing import pack
 from e3fast.rollout.transformers import TransformersEngine
 from e3fast.types import Group, Score
+from tests.dense import dense_rows
 from tests.records import prompt, request
 from tests.tiny import FAMILIES, make_family, make_model, make_tokenizer
 
@@ -108,3 +110,42 @@ def test_a_model_without_an_end_is_refused():
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="end-of-sequence"):
         TransformersEngine(model, tokenizer, 4)
+
+
+def behind(rollout, ids):
+    """A rollout as a sample whose prompt is `ids`."""
+    other = dataclasses.replace(rollout.request, prompt=prompt(9, ids), prefixed_ids=())
+    group = Group(0, other, (dataclasses.replace(rollout, request=other),), (Score(0.0, "wrong"),))
+    return make_samples([group], "grpo")[0]
+
+
+def test_a_prefixed_request_is_sampled_behind_its_prefix():
+    """And beside plain ones of the same prompt: log-probs are those of a dense pass behind the engine's own tokens."""
+    source = engine(dtype=torch.float64)
+    plain = request(PROMPTS[0], 3, 1.0, seed=4, max_new_tokens=9)
+    prefixed = [
+        dataclasses.replace(plain, kind="extra", prefixed_ids=ids, temperature=1.3)
+        for ids in ((50, 60, 70, 80, 5, 6, 7), (5, 6, 7, 90))
+    ]
+    done = source.generate([prefixed[0], plain, prefixed[1]])
+    for own, asked in zip(done, (prefixed[0], plain, prefixed[1]), strict=True):
+        for rollout in own:
+            assert rollout.request is asked and rollout.request.route == ("rescue" if asked.prefixed_ids else "plain")
+            with torch.no_grad():
+                right = dense_rows(source.model, behind(rollout, asked.engine_ids))[0].numpy()
+                wrong = dense_rows(source.model, behind(rollout, asked.prompt.token_ids))[0].numpy()
+            assert np.allclose(rollout.rollout_logprobs, right, atol=1e-5)
+            assert np.allclose(wrong, right, atol=1e-2) == (not asked.prefixed_ids)
+
+
+@pytest.mark.parametrize("cuts", [(2, 3), (0, 5), (1, 1, 1, 2), (4, 1)])
+def test_a_split_request_samples_the_same_completions(cuts):
+    whole = request(PROMPTS[2], 5, 1.2, seed=4, max_new_tokens=9, first_rollout=2)
+    starts = [2 + sum(cuts[:i]) for i in range(len(cuts))]
+    parts = [dataclasses.replace(whole, num_rollouts=n, first_rollout=at) for n, at in zip(cuts, starts, strict=True)]
+    (want,), got = engine().generate([whole]), engine().generate(parts)
+    assert [len(own) for own in got] == list(cuts)
+    flat = [rollout for own in got for rollout in own]
+    assert [r.token_ids for r in flat] == [r.token_ids for r in want] and len({r.token_ids for r in want}) > 1
+    for a, b in zip(flat, want, strict=True):
+        assert np.allclose(a.rollout_logprobs, b.rollout_logprobs, atol=1e-5)
