@@ -29,7 +29,7 @@ def flat_grad(model):
 
 
 def off(got, want):
-    return float((got - want).norm() / want.norm())
+    return ((got - want).norm() / want.norm()).item()
 
 
 def routed(sample, route, draw=0, **changes):

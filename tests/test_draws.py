@@ -285,6 +285,25 @@ def test_ivon_sums_the_noise_times_the_gradient_of_each_draw(dtype, cap, max_nor
     assert learner.optimizer.noise_grads == {} == learner.optimizer.drawn_grads
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_trials_before_the_first_step_leave_ivon_as_it_was(dtype):
+    """Its state stands already, so that memory is measured beside it; nothing of it has moved."""
+    learner, fresh = make_learner(dtype, IVON), make_learner(dtype, IVON)
+    learner.allocate()
+    trial = at_draws(make_samples(SHAPE), 10_000).micro_batches[0][0]
+    learner.trial(trial, backward=True)
+    learner.drop_gradients()
+    states = [learner.optimizer.state[master] for master in learner.masters]
+    assert all(
+        not s["momentum"].any() and not s["step"] and bool((s["hess"] == s["hess"].flatten()[0]).all()) for s in states
+    )
+    assert equal(learner.params, fresh.params) and equal(learner.masters, fresh.masters)
+    perturb = make_perturb(posterior="ivon", ess=1e6)
+    stats, again = (of.update(at_draws(drawn_samples()), AT_DRAW, perturb=perturb) for of in (learner, fresh))
+    assert stats.loss == pytest.approx(again.loss, rel=1e-4) and stats.stepped
+    assert off(flat(learner.masters), flat(fresh.masters)) < 1e-6
+
+
 class Pushes:
     """A learner and an engine that note whose weights are handed over and what is sampled with them."""
 

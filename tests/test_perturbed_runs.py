@@ -159,6 +159,27 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(tmp_path, model, case):
         assert bool((hess == hess[0]).all()) == at_mean, "its precision is learnt from gradients at draws alone"
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_engine_and_learner_agree_at_a_draw_as_well_as_without_one(tmp_path, model, dtype):
+    as_dtype = {'"fp32"': f'"{dtype}"'}
+    gaps = [
+        [row["mismatch_mean"] for row in read_metrics(run(tmp_path, model, name, text, **as_dtype))]
+        for name, text in (("own", ""), ("drawn", method("m3po", draws=2, sigma=2e-2)))
+    ]
+    assert 0 < max(gaps[1]) < 2 * max(gaps[0]) < (1e-5 if dtype == "fp32" else 0.2)
+
+
+def test_caps_are_tried_at_the_policys_own_weights(tmp_path, model):
+    """Before anything is sampled; the run is the one without trials but for IVON's rounding."""
+    probed = {"probe_memory = false": "probe_memory = true"} | IVON
+    ends = [
+        run(tmp_path, model, name, CASES["m3po-ivon"][0], **changes) for name, changes in (("a", IVON), ("b", probed))
+    ]
+    a, b = (read_metrics(end)[0] for end in ends)
+    assert a["generated_tokens"] == b["generated_tokens"] and a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    assert float((weights_of(ends[0]) - weights_of(ends[1])).abs().max()) < 1e-3
+
+
 def test_noise_changes_what_is_sampled(tmp_path, model, plain):
     rollouts = read_rollouts(run(tmp_path, model, "loud", method("m3po", draws=2, sigma=5e-2))).to_pylist()
     same = [a["completion"] == b["completion"] for a, b in zip(rollouts, plain[1], strict=True)]
