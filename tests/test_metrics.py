@@ -228,6 +228,7 @@ def test_rollouts_round_trip(tmp_path: Path) -> None:
         "temperature": 0.9,
         "finish_reason": "stop",
         "kind": "first",
+        "draw": 0,
         "policy_version": 3,
     }
     assert second["verdict"] == "wrong"
