@@ -137,7 +137,7 @@ def nano_config(quick: bool) -> RunConfig:
             tokens_per_micro_batch=8192,
             learning_rate=1e-4,
             warmup_steps=5,
-            max_generated_tokens=40_000 if quick else 400_000,
+            max_generated_tokens=40_000 if quick else 300_000,
             save_every=0,
         ),
         eval=EvalConfig(num_prompts=1000, samples=16, ks=(1, 16)),

@@ -95,6 +95,7 @@ class LocalLearner:
 
     def latents(self, prompts: Sequence[Prompt]) -> FloatArray:
         assert self.latent_matrix is not None
+        self.stand_at(0, None)  # a refill asks between two draws
         return latents.of_prompts(self.model, prompts, self.config.tokens_per_micro_batch, self.latent_matrix)
 
     @property

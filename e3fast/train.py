@@ -130,10 +130,10 @@ def generate_at_draws(
     """Completions of each request, in order; draw by draw, since each stands on weights of its own."""
     done: dict[int, list[Rollout]] = {}
     for draw in sorted({request.draw for request in requests}):
-        if learner.draw != draw:
+        if (learner.draw, engine.draw) != (draw, draw):
             with clock("sync"):
                 learner.stand_at(draw, perturb)
-                engine.load_weights(learner.weights(), policy_version=ctx.step)
+                engine.load_weights(learner.weights(), policy_version=ctx.step, draw=draw)
         own = [i for i, request in enumerate(requests) if request.draw == draw]
         with clock("generate"):
             done |= zip(own, engine.generate([requests[i] for i in own]), strict=True)

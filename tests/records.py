@@ -19,7 +19,13 @@ def request(of: Prompt | None = None, num_rollouts: int = 8, temperature: float 
 
 
 def group(
-    of: Prompt | None = None, rewards=None, lengths=None, verdicts=None, id: int = 0, temperature: float = 1.0, **changes
+    of: Prompt | None = None,
+    rewards=None,
+    lengths=None,
+    verdicts=None,
+    id: int = 0,
+    temperature: float = 1.0,
+    **changes,
 ) -> Group:
     """A group with one rollout a verdict; a correct one earns 1 unless `rewards` says otherwise."""
     verdicts = verdicts or ["correct" if r > 0 else "wrong" for r in rewards or [1.0]]

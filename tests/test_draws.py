@@ -304,11 +304,10 @@ def test_trials_before_the_first_step_leave_ivon_as_it_was(dtype):
     assert off(flat(learner.masters), flat(fresh.masters)) < 1e-6
 
 
-class Pushes:
-    """A learner and an engine that note whose weights are handed over and what is sampled with them."""
+class Standing:
+    """A learner that has weights named by their draw."""
 
-    def __init__(self):
-        self.draw, self.log = 0, []
+    draw = 0
 
     def stand_at(self, draw, perturb):
         self.draw = draw
@@ -316,23 +315,40 @@ class Pushes:
     def weights(self):
         return iter([("w", torch.tensor(float(self.draw)))])
 
-    def load_weights(self, weights, policy_version):
-        self.log.append(("push", int(dict(weights)["w"]), policy_version))
+
+class Pushed:
+    """An engine with weights of its own, that notes what it is given and what is sampled with it."""
+
+    def __init__(self):
+        self.draw, self.held, self.log = 0, 0, []
+
+    def load_weights(self, weights, policy_version, draw=0):
+        self.draw, self.held = draw, int(dict(weights)["w"])
+        self.log.append(("push", self.held, policy_version))
 
     def generate(self, requests):
         self.log.append(("generate", [r.draw for r in requests], [r.prompt.id for r in requests]))
-        return [[(r.prompt.id, r.draw, self.draw)] * r.num_rollouts for r in requests]
+        return [[(r.prompt.id, r.draw, self.held)] * r.num_rollouts for r in requests]
 
 
-def generate(both, *asked):
+def generate(learner, engine, *asked):
     requests = [request(prompt(row), 2, draw=draw) for row, draw in asked]
-    clock = StageClock()
-    return generate_at_draws(context(step=4), both, both, None, clock, requests)
+    return generate_at_draws(context(step=4), learner, engine, None, StageClock(), requests)
+
+
+def test_an_engine_is_at_the_draw_whatever_the_learner_has_done_since():
+    """A refill's latents move the learner back to its own weights between two rounds."""
+    learner, engine = Standing(), Pushed()
+    generate(learner, engine, (0, 1))
+    learner.stand_at(0, None)
+    assert generate(learner, engine, (1, 0))[0][0] == ("1", 0, 0)
+    learner.stand_at(2, None)
+    assert generate(learner, engine, (1, 2))[0][0] == ("1", 2, 2)
 
 
 def test_each_draw_is_pushed_once_and_answers_stand_in_order():
-    both = Pushes()
-    done = generate(both, (0, 2), (0, 1), (1, 2), (2, 0), (1, 1))
+    learner, both = Standing(), Pushed()
+    done = generate(learner, both, (0, 2), (0, 1), (1, 2), (2, 0), (1, 1))
     assert [own[0] for own in done] == [("0", 2, 2), ("0", 1, 1), ("1", 2, 2), ("2", 0, 0), ("1", 1, 1)]
     assert both.log == [
         ("generate", [0], ["2"]),
@@ -342,10 +358,10 @@ def test_each_draw_is_pushed_once_and_answers_stand_in_order():
         ("generate", [2, 2], ["0", "1"]),
     ]
     both.log.clear()
-    assert generate(both, (3, 0), (4, 2))[0][0] == ("3", 0, 0), "a later round starts at the draw that stands"
+    assert generate(learner, both, (3, 0), (4, 2))[0][0] == ("3", 0, 0), "a later round starts at the draw that stands"
     assert [entry[:2] for entry in both.log] == [("push", 0), ("generate", [0]), ("push", 2), ("generate", [2])]
     both.log.clear()
-    assert generate(both) == [] == both.log
+    assert generate(learner, both) == [] == both.log
 
 
 def test_methods_make_a_draw_one_after_the_other():

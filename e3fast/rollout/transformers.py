@@ -35,7 +35,7 @@ class TransformersEngine:
 
     def __init__(self, model: Any, tokenizer: Any, max_sequences: int) -> None:
         self.model, self.tokenizer, self.max_sequences = model, tokenizer, max_sequences
-        self.policy_version = 0
+        self.policy_version, self.draw = 0, 0
         self.end_tokens = end_of_sequence(model, tokenizer)
         self.cache_name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
@@ -123,12 +123,12 @@ class TransformersEngine:
         )
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int, draw: int = 0) -> None:
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
-        self.policy_version = policy_version
+        self.policy_version, self.draw = policy_version, draw
 
 
 @contextlib.contextmanager
