@@ -114,7 +114,7 @@ def find_case(name: str, quick: bool) -> Case:
     return Case("demo", functools.partial(demo_config, quick), DEMO, CONTROLS, 0)
 
 
-NANO_COUNTS, NANO_BATCH = (32, 64, 96, 96, 96), 16  # training prompts of each grade; prompts a step
+NANO_COUNTS, NANO_BATCH = (72, 72, 80, 80, 80), 16  # training prompts of each grade; prompts a step
 NANO_POOL = sum(NANO_COUNTS)
 
 

@@ -39,7 +39,7 @@ SHAPE: dict[str, Any] = dict(
 VOCAB = ("<end>", "Calculate", "+", ".", "_", *map(str, range(10)))  # "_" stands between numbers of a completion
 LARGEST = 10  # term
 SLIP, CARRY_SLIP, FORGET = 0.12, 0.2, 0.45  # chances: of a random error, of one at a carry, of forgetting the carry
-STEPS, BATCH, LEARNING_RATE, SEED = 700, 128, 2e-3, 1
+STEPS, BATCH, LEARNING_RATE, SEED = 1200, 128, 2e-3, 1
 TEMPLATE = "{{ messages[-1]['content'] }}"
 
 
