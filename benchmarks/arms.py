@@ -90,7 +90,7 @@ PLAIN_RETRY = {**RETRY, "prefix": "none", "policy_shaping": False, "advantage_sh
 DEMO = (
     Arm("grpo"),
     # Fewer and shorter prefixes than the paper's 100 to 300 words: a prompt here has 40 tokens, and a CPU reads them.
-    Arm("lope", ({**RETRY, "min_words": 20, "max_words": 60, "tail": ""},)),
+    Arm("lope", ({**RETRY, "min_words": 20, "max_words": 60},)),
     Arm("lope-control", (PLAIN_RETRY,)),
     Arm("lope-control-shaped", ({**RETRY, "prefix": "none"},)),
 )
@@ -147,7 +147,7 @@ def nano_config(quick: bool) -> RunConfig:
 def demo_config(quick: bool) -> RunConfig:
     """The quickstart's task and model on fewer tokens, with room for a prefix."""
     base = load_config(Path(__file__).parents[1] / "runs" / "quickstart.toml")
-    limit = 4_000 if quick else 24_000
+    limit = 4_000 if quick else 40_000
     return dataclasses.replace(
         base,
         data=dataclasses.replace(base.data, max_prompt_tokens=256),
