@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save_checkpoint(

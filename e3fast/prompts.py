@@ -176,6 +176,7 @@ class PromptPool:
         self.seed = seed
         self.visits = 0  # prompts drawn so far
         self.topped_up = 0  # of these, drawn because too few had a positive weight
+        self.seen: set[int] = set()  # rows drawn at least once
         self._place = 0  # the walk's next place: pass number times pool size, plus the place in that pass
         self._pass: tuple[int, IntArray] = (-1, np.zeros(0, np.int64))  # the pass walked last and its order
 
@@ -204,11 +205,16 @@ class PromptPool:
             labels = ("pool", step) if refill_round is None else ("refill", step, refill_round)
             rows = self._gumbel(need, log_weights, uniforms(stream_key(self.seed, *labels), self._rows()), exclude_rows)
         self.visits += need
+        self.seen.update(int(row) for row in rows)
         return [self.prompts[row] for row in rows]
+
+    def report(self) -> dict[str, float]:
+        """How much of the pool has been drawn, and how often weights alone did not fill a draw."""
+        return {"pool/coverage": len(self.seen) / len(self.prompts), "pool/topped_up": self.topped_up}
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to draw on exactly, as values JSON can hold."""
-        counts = {"visits": self.visits, "topped_up": self.topped_up, "place": self._place}
+        counts = {"visits": self.visits, "topped_up": self.topped_up, "place": self._place, "seen": sorted(self.seen)}
         return {"num_prompts": len(self.prompts), "fingerprint": self.fingerprint(), **counts}
 
     def fingerprint(self) -> str:
@@ -224,6 +230,7 @@ class PromptPool:
         if state["fingerprint"] != self.fingerprint():
             raise ValueError("the checkpoint's pool held other prompts: resume with the same [data], model and seed")
         self.visits, self.topped_up, self._place = state["visits"], state["topped_up"], state["place"]
+        self.seen = set(state["seen"])
 
     def _rows(self) -> IntArray:
         return np.arange(len(self.prompts))

@@ -106,7 +106,7 @@ def train_step(
         method.observe(ctx, kept, stats)
     log.write_rollouts(ctx.step, groups)
     seconds = {f"seconds/{stage}": spent for stage, spent in clock.take().items()}
-    figures = step_metrics(ctx, groups, loss, batch, stats) | allocator.report()
+    figures = step_metrics(ctx, groups, loss, batch, stats) | allocator.report() | pool.report()
     return figures | {"samples_cut": num_cut} | seconds
 
 

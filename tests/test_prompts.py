@@ -249,6 +249,15 @@ def test_too_few_positive_weights_are_topped_up_from_the_rest() -> None:
     assert pool.topped_up == 2
 
 
+def test_coverage_counts_each_prompt_once() -> None:
+    pool = make_pool(10)
+    for step in range(2):
+        pool.draw(4, [], step)
+    assert pool.report() == {"pool/coverage": 0.8, "pool/topped_up": 0}
+    pool.draw(4, [], 2)
+    assert pool.report()["pool/coverage"] == 1
+
+
 def test_draws_that_cannot_be_made_are_value_errors() -> None:
     pool = make_pool(4)
     with pytest.raises(ValueError, match=r"asks for 5 prompts, the pool has 4: lower train\.prompts_per_step"):
