@@ -147,11 +147,11 @@ def nano_config(quick: bool) -> RunConfig:
 def demo_config(quick: bool) -> RunConfig:
     """The quickstart's task and model on fewer tokens, with room for a prefix."""
     base = load_config(Path(__file__).parents[1] / "runs" / "quickstart.toml")
-    limit = 4_000 if quick else 40_000
+    limit = 4_000 if quick else 32_000
     return dataclasses.replace(
         base,
         data=dataclasses.replace(base.data, max_prompt_tokens=256),
-        train=dataclasses.replace(base.train, steps=1000, max_generated_tokens=limit),
+        train=dataclasses.replace(base.train, steps=1000, max_generated_tokens=limit, tokens_per_micro_batch=2048),
         eval=EvalConfig(num_prompts=16 if quick else 64, samples=16, ks=(1, 16)),
     )
 
