@@ -81,8 +81,8 @@ NANO = (
     Arm("greso", ({"name": "skip_trivial"},)),
     Arm("b3po", ({**NOISE, "variant": "b3po", "sigma": SIGMA},)),
     Arm("m3po", ({**NOISE, "variant": "m3po", "draws": 2, "sigma": SIGMA},)),  # groups of 4: those of 2 say little
-    # IVON's noise at the start is SIGMA. Its largest step is lr (h0 + delta) clip_radius, and nearly every weight takes it,
-    # where AdamW's steps are a fraction of its learning rate: 1e-4 unlearns the task (LOG.md), 3e-5 does not.
+    # IVON's noise at the start is SIGMA. Its largest step is lr (h0 + delta) clip_radius, and nearly every weight
+    # takes it, where AdamW's steps are a fraction of its learning rate: 1e-4 unlearns the task (LOG.md), 3e-5 does not.
     Arm("c3po", ({**NOISE, "posterior": "ivon", "ess": 1e8, "clip_radius": 0.03},), optimizer="ivon"),
     Arm("noise-control", ({**NOISE, "sigma": SIGMA},)),
 )
