@@ -19,7 +19,6 @@ from e3fast.memory import OutOfMemory
 from e3fast.packing import cut_overlong, pack
 from e3fast.types import (
     Batch,
-    BoolArray,
     Coefficients,
     FloatArray,
     LossParams,
@@ -205,14 +204,9 @@ class Allocator:
 
 def with_logprobs(sample: Sample, logprobs: FloatArray) -> Sample:
     """A sample whose asked tokens have these behaviour log-probs."""
-    asked = sample.loss_mask | sample.entropy_mask
-    return dataclasses.replace(sample, rollout_logprobs=replaced(sample.rollout_logprobs, asked, logprobs))
-
-
-def replaced(values: FloatArray, where: BoolArray, new: FloatArray) -> FloatArray:
-    out = values.copy()
-    out[where] = new
-    return out
+    values = sample.rollout_logprobs.copy()
+    values[sample.loss_mask | sample.entropy_mask] = logprobs
+    return dataclasses.replace(sample, rollout_logprobs=values)
 
 
 def halved(cap: int, plan: PackingPlan) -> int:

@@ -55,8 +55,8 @@ def pack(
     asked = [i for i, sample in enumerate(samples) if sample.num_loss_tokens]
     wanted = {"signal": lambda sample: sample.has_signal, "all": lambda _: True, "none": lambda _: False}[backward]
     trained = [i for i in asked if wanted(samples[i])]
-    rest = sorted({i for i, sample in enumerate(samples) if sample.num_loss_tokens or sample.entropy_mask.any()})
-    scored = sorted(set(rest) - set(trained)) if score_all else []
+    counted = {i for i, sample in enumerate(samples) if sample.num_loss_tokens or sample.entropy_mask.any()}
+    scored = sorted(counted.difference(trained)) if score_all else []
     cap, wide = tokens_per_micro_batch, forward_cap or tokens_per_micro_batch
     longest = max(wide, hard_cap or 0)
     lay = functools.partial(lay_out_draws, samples, weights, num_ranks=num_ranks, sharing=sharing, at_draws=at_draws)
