@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import INIT_STEPS, QUICK, Arm, Case, find_case, make_config
-from benchmarks.methods_runs import RUNS, find_run, read_runs, rescue_nets
+from benchmarks.methods_runs import RUNS, find_run, read_runs, rescues
 from benchmarks.quickstart import last_tenth, mean, run
 from benchmarks.results import Row, commit, save, show
 from e3fast.machine import describe
@@ -104,7 +104,7 @@ def table(case: Case, runs: list[dict[str, Any]]) -> list[Row]:
     for arm in case.arms:
         own = [one for one in runs if one["case"] == case.name and one["provider"] == arm.name]
         values = {name: [one[name] for one in own] for name in UNITS if name not in ("seeds", "rescue_net")}
-        values["rescue_net"] = rescue_nets(runs, case.name, arm.name)
+        values["rescue_net"] = [won - lost for won, lost in rescues(runs, case.name, arm.name)]
         values["seeds"] = [len(own)]
         rows += [
             Row(case.name, arm.name, name, values[name], unit) for name, unit in UNITS.items() if values[name] and own

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.arms import Case
-from benchmarks.methods_runs import paired_gain, rescue_nets
+from benchmarks.methods_runs import paired_gain, rescues
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods" / "results.md"
 INTRODUCTION = """# Do the methods help?
 
 Made by `python -m benchmarks.methods --table` from `benchmarks/results/methods_runs.jsonl`; the columns are explained
-in `benchmarks/methods.py`. Mean over seeds, smallest and largest in brackets. Small models and short runs: what helps
-or fails here need not do so at 7 billion parameters and ten thousand steps."""
+in `benchmarks/methods.py`. Mean over seeds, smallest and largest in brackets. Rescued: problems with a correct sample
+where GRPO's run of that seed has none; lost: the reverse. Small models and short runs: what helps or fails here need
+not do so at 7 billion parameters and ten thousand steps."""
 TEXTS = {
     "nano": """
 A model of 1.3 million parameters that adds as a careless pupil does (`benchmarks/nano.py`): sums of 2, 3, 4, 6 and 8
@@ -32,7 +33,8 @@ COLUMNS = {
     "all_wrong_share": ("all-wrong", 3),
     "signal_share": ("mixed", 3),
     "entropy_drift_pct": ("entropy off, %", 1),
-    "rescue_net": ("rescued, net", 1),
+    "rescued": ("rescued", 1),
+    "lost": ("lost", 1),
     "steps": ("steps", 0),
     "seconds": ("seconds", 0),
 }
@@ -69,8 +71,9 @@ def figures_table(case: Case, runs: list[dict[str, Any]]) -> str:
     for name in case.names:
         own = [run for run in runs if run["provider"] == name]
         if own:
-            values = {key: [run[key] for run in own] for key in COLUMNS if key != "rescue_net"}
-            values["rescue_net"] = rescue_nets(runs, case.name, name)
+            values = {key: [run[key] for run in own] for key in COLUMNS if key in own[0]}
+            pairs = rescues(runs, case.name, name)
+            values |= {"rescued": [won for won, _ in pairs], "lost": [lost for _, lost in pairs]}
             cells = [spread(values[key], digits) for key, (_, digits) in COLUMNS.items()]
             lines.append(f"| {name} | {len(own)} | {' | '.join(cells)} |")
     return "\n".join(lines)

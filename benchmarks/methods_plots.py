@@ -21,9 +21,9 @@ PANELS = (
     ("all_wrong_share", "all-wrong prompts"),
 )
 FAMILIES = {
-    "E3": ("grpo", "e3-budgets", "e3-temperature", "e3", "e3-annealed", "fixed-temperature"),
+    "E3": ("grpo", "e3-budgets", "e3-temperature", "e3", "e3-annealed", "fixed-temperature", "entropy-bonus"),
     "selection and KL": ("grpo", "dapo", "greso", "mopps", "leeps", "expo", "expo-control"),
-    "noise in the weights": ("grpo", "b3po", "m3po", "c3po", "noise-control", "entropy-bonus"),
+    "noise in the weights": ("grpo", "b3po", "m3po", "c3po", "noise-control"),
     "retries": ("grpo", "lope", "lope-control", "lope-control-shaped"),
 }
 POINTS = 60  # of a curve
@@ -50,7 +50,7 @@ def draw_curves(case: str, runs: Sequence[dict[str, Any]], families: dict[str, l
     end = min(run["generated_tokens"] for run in runs)
     grid = np.linspace(0, end, POINTS)
     figure, axes = plt.subplots(
-        len(families), len(PANELS), figsize=(12, 3.1 * len(families)), squeeze=False, sharex=True
+        len(families), len(PANELS), figsize=(13.5, 3.1 * len(families)), squeeze=False, sharex=True
     )
     for row, (title, names) in zip(axes, families.items(), strict=True):
         for axis, (metric, label) in zip(row, PANELS, strict=True):
@@ -65,7 +65,7 @@ def draw_curves(case: str, runs: Sequence[dict[str, Any]], families: dict[str, l
                 )
             axis.set_title(f"{title}: {label}", fontsize=9)
             axis.grid(alpha=0.3)
-        row[0].legend(fontsize=7)
+        row[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     for axis in axes[-1]:
         axis.set_xlabel("thousand generated tokens")
     finish(figure, f"{case}-curves.png")
@@ -73,7 +73,7 @@ def draw_curves(case: str, runs: Sequence[dict[str, Any]], families: dict[str, l
 
 def draw_passes(case: Case, runs: Sequence[dict[str, Any]]) -> None:
     """pass@1 and pass@16 after training: each seed a dot, the mean a bar; the start and GRPO's mean as lines."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 0.32 * len(case.arms) + 1.2), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(13.5, 0.32 * len(case.arms) + 1.2), sharey=True)
     names = [name for name in case.names if any(run["provider"] == name for run in runs)]
     for axis, metric in zip(axes, ("pass1", "pass16"), strict=True):
         for i, name in enumerate(names):
@@ -87,7 +87,7 @@ def draw_passes(case: Case, runs: Sequence[dict[str, Any]]) -> None:
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(names)), names, fontsize=8)
     axes[0].invert_yaxis()
-    axes[1].legend(fontsize=8, loc="lower right")
+    axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     finish(figure, f"{case.name}-passes.png")
 
 
@@ -102,7 +102,8 @@ def draw_grades(case: Case, runs: Sequence[dict[str, Any]]) -> None:
         image = axis.imshow(gaps, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
         for i, row in enumerate(gaps):
             for j, value in enumerate(row):
-                axis.text(j, i, f"{value:+.0f}", ha="center", va="center", fontsize=7)
+                ink = "white" if abs(value) > 0.7 * limit else "black"
+                axis.text(j, i, f"{value:+.0f}", ha="center", va="center", fontsize=7, color=ink)
         axis.set_xticks(range(len(grades)), [" ".join(grade.split()[1:]) for grade in grades], fontsize=8)
         axis.set_title(f"{label} less GRPO's, points", fontsize=10)
         figure.colorbar(image, ax=axis, shrink=0.8)

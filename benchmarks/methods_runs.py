@@ -26,16 +26,11 @@ def solved(one: dict[str, Any]) -> set[str]:
     return {name for name, (_, correct) in one["counts"].items() if correct}
 
 
-def rescue_nets(runs: list[dict[str, Any]], case: str, provider: str) -> list[int]:
-    """Of each seed that GRPO has a run of: problems with a correct sample where GRPO has none, less the reverse."""
+def rescues(runs: list[dict[str, Any]], case: str, provider: str) -> list[tuple[int, int]]:
+    """Of each seed that GRPO has a run of: problems with a correct sample where GRPO has none, and the reverse."""
     own = [one for one in runs if (one["case"], one["provider"]) == (case, provider)]
-    pairs = [(one, find_run(runs, case, "grpo", one["seed"])) for one in own]
-    return [rescue_net(one, control) for one, control in pairs if control]
-
-
-def rescue_net(one: dict[str, Any], control: dict[str, Any]) -> int:
-    mine, theirs = solved(one), solved(control)
-    return len(mine - theirs) - len(theirs - mine)
+    pairs = [(solved(one), solved(other)) for one in own if (other := find_run(runs, case, "grpo", one["seed"]))]
+    return [(len(mine - theirs), len(theirs - mine)) for mine, theirs in pairs]
 
 
 def paired_gain(

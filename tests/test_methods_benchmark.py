@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import arms, methods, nano
 from benchmarks.arms import find_case, make_config
-from benchmarks.methods_runs import paired_gain, read_runs, rescue_nets
+from benchmarks.methods_runs import paired_gain, read_runs, rescues
 from e3fast.methods import check_combination
 
 NAMED = {
@@ -63,7 +63,7 @@ RUNS = [
 
 
 def test_pairs_are_of_one_seed():
-    assert rescue_nets(RUNS, "nano", "leeps") == [0, 1]
+    assert rescues(RUNS, "nano", "leeps") == [(1, 1), (1, 0)]
     gain, low, high = paired_gain(RUNS, "nano", "leeps", "grpo", 1)
     assert gain == pytest.approx(100 * (0.25 - 0.5 + 0.25 + 0.5) / 4) and low < gain < high
     assert paired_gain(RUNS, "nano", "leeps", "dapo", 1) is None
