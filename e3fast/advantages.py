@@ -86,7 +86,7 @@ def make_sample(group: Group, rollout: Rollout, advantage: float) -> Sample:
     prompt, completion = rollout.request.prompt.token_ids, rollout.token_ids
     asked = np.arange(len(prompt) + len(completion)) >= len(prompt)
     on_completion = lambda values: np.concatenate([np.zeros(len(prompt)), np.asarray(values, dtype=np.float64)])  # noqa: E731
-    # A NaN log-prob from the engine costs its token, not the run.
+    # A NaN log-prob from the engine costs its token, not the run: the token leaves loss and entropy, signal or not.
     usable = np.isfinite(on_completion(rollout.rollout_logprobs)) & asked
     spread: FloatArray = np.full(len(asked), rollout.request.temperature)
     return Sample(
@@ -95,7 +95,7 @@ def make_sample(group: Group, rollout: Rollout, advantage: float) -> Sample:
         num_prompt_tokens=len(prompt),
         token_ids=np.array(prompt + completion, dtype=np.int64),
         loss_mask=usable,
-        entropy_mask=asked & (rollout.request.kind == "first"),
+        entropy_mask=usable & (rollout.request.kind == "first"),
         advantages=np.where(asked, advantage, 0.0),
         rollout_logprobs=on_completion(rollout.rollout_logprobs),
         temperatures=spread,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-FORMAT = 3
+FORMAT = 4
 
 
 def save_checkpoint(

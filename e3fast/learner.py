@@ -47,7 +47,7 @@ class Learner(Protocol):
 
     def allocate(self) -> None: ...
 
-    def trial(self, micro_batch: MicroBatch, backward: bool) -> Trial: ...
+    def trial(self, micro_batch: MicroBatch, backward: bool, perturb: Perturb | None = None) -> Trial: ...
 
     def drop_gradients(self) -> None: ...
 
@@ -199,12 +199,12 @@ class LocalLearner:
         for state in self.optimizer.state.values():
             state["step"].zero_()
 
-    def trial(self, micro_batch: MicroBatch, backward: bool) -> Trial:
+    def trial(self, micro_batch: MicroBatch, backward: bool, perturb: Perturb | None = None) -> Trial:
         """Seconds and peak memory of one micro-batch; its gradients stay until `drop_gradients`. Can be OutOfMemory."""
         meter, totals = PeakMeter(self.device), Totals()
         meter.start()
         scored, trained = ((), (micro_batch,)) if backward else ((micro_batch,), ())
-        self.accumulate(None, scored, trained, LossParams(), totals)
+        self.accumulate(None, scored, trained, LossParams(), totals, perturb)
         (seconds,) = totals.seconds["trained" if backward else "scored"]
         return Trial(micro_batch.num_tokens, seconds, meter.read())
 

@@ -86,7 +86,11 @@ class Session:
         if not config.train.probe_memory:
             return []
         allocator, longest = self.allocator, config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        trials = Trials(self.learner, self.model.config.get_text_config().vocab_size, allocator.trained)
+        perturbed = find_perturbed(config.methods)
+        at_draw = perturbed if perturbed and not perturbed.at_mean else None
+        perturb = functools.partial(at_draw.perturb, self.context()) if at_draw else None
+        vocab_size = self.model.config.get_text_config().vocab_size
+        trials = Trials(self.learner, vocab_size, allocator.trained, perturb)
         plan = try_caps(self.learner, config.train, allocator.cap, allocator.forward_cap, longest, trials)
         return [plan.describe(allocator.cap)] if plan else []
 

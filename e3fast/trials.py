@@ -6,6 +6,7 @@ out of memory kills the process instead of telling it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from e3fast.types import MicroBatch, Sample
 if TYPE_CHECKING:
     from e3fast.allocator import CostFit
     from e3fast.config import TrainConfig
+    from e3fast.draws import Perturb
     from e3fast.learner import LocalLearner
 
 SHORT = 64  # tokens of a short sequence
@@ -26,16 +28,19 @@ WARM_UP = 128  # tokens of a first trial that nothing is read from: libraries se
 
 
 class Trials:
-    """Runs made-up micro-batches on a learner, and remembers what they took."""
+    """Runs made-up micro-batches on a learner, and remembers what they took.
 
-    def __init__(self, learner: LocalLearner, vocab_size: int, costs: CostFit) -> None:
-        self.learner, self.vocab_size, self.costs = learner, vocab_size, costs
+    With `perturb` at a draw of the weights, as the run's own will be: what draws keep in memory is then there too.
+    """
+
+    def __init__(self, learner: LocalLearner, vocab_size: int, costs: CostFit, perturb: Perturb | None = None) -> None:
+        self.learner, self.vocab_size, self.costs, self.perturb = learner, vocab_size, costs, perturb
         self.random = np.random.default_rng(0)  # its own: nothing of the run is drawn from here
 
     def run(self, tokens: int, each: int, backward: bool = True) -> Trial:
         """One micro-batch of exactly `tokens`, in sequences of `each`. OutOfMemory where it does not fit."""
         lengths = split(tokens, min(each, tokens))
-        trial = self.learner.trial(self.micro_batch(lengths), backward)
+        trial = self.learner.trial(self.micro_batch(lengths), backward, self.perturb)
         if backward:
             alone = tuple((i,) for i in range(len(lengths)))
             work = bin_work(alone, [(1, length - 1) for length in lengths], self.costs.start)
@@ -46,7 +51,8 @@ class Trials:
         """Random tokens, every one but the first of a sequence in the loss: the most that a micro-batch can ask."""
         samples = [self.sample(i, length) for i, length in enumerate(lengths)]
         weights = [1.0 / sum(lengths)] * len(lengths)
-        return pack(samples, weights, sum(lengths), 1, sharing=False).micro_batches[0][0]
+        whole = pack(samples, weights, sum(lengths), 1, sharing=False).micro_batches[0][0]
+        return dataclasses.replace(whole, draw=1 if self.perturb else 0)
 
     def sample(self, group: int, length: int) -> Sample:
         asked = np.arange(length) > 0

@@ -68,6 +68,7 @@ def test_a_nan_logprob_costs_its_token_only():
     broken = dataclasses.replace(plain.rollouts[0], rollout_logprobs=(-0.5, math.nan, -0.5))
     samples = make_samples([dataclasses.replace(plain, rollouts=(broken, plain.rollouts[1]))], "grpo")
     assert [s.num_loss_tokens for s in samples] == [2, 3]
+    assert samples[0].entropy_mask.tolist() == samples[0].loss_mask.tolist()  # else entropy would hang on the signal
 
 
 def test_stats_rewards_replace_the_groups_own():

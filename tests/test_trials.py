@@ -8,10 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from e3fast import learner as learner_module
 from e3fast import trials as trials_module
 from e3fast.allocator import Allocator
 from e3fast.config import TrainConfig
 from e3fast.costs import model_coefficients
+from e3fast.ivon import IvonConfig
 from e3fast.learner import LocalLearner
 from e3fast.memory import OutOfMemory
 from e3fast.objective import loss_weights
@@ -31,12 +33,12 @@ def test_sequences_fill_the_micro_batch_and_each_has_something_to_predict(tokens
     assert min(lengths) >= 2 or tokens == 1
 
 
-def make(dtype=torch.bfloat16, **knobs):
+def make(dtype=torch.bfloat16, ivon=None, perturb=None, **knobs):
     model = make_model(dtype)
     config = TrainConfig(learning_rate=1e-2, **({"tokens_per_micro_batch": 400} | knobs))
     allocator = Allocator(config, model_coefficients(model.config))
-    learner = LocalLearner(model, config, CPU)
-    return learner, config, allocator, Trials(learner, 257, allocator.trained)
+    learner = LocalLearner(model, config, CPU, ivon)
+    return learner, config, allocator, Trials(learner, 257, allocator.trained, perturb)
 
 
 def train(learner, count=3):
@@ -57,14 +59,35 @@ def test_trials_leave_no_trace(dtype):
     assert torch.equal(train(learner), train(plain))
 
 
+@pytest.mark.parametrize("ivon", [None, IvonConfig()])
+def test_trials_at_a_draw_hold_what_draws_keep_and_leave_no_trace(ivon, monkeypatch):
+    """An fp32 model's own weights are put aside, IVON's sums stand; all is as before at the end."""
+    noisy = lambda draw, name, weight, state: weight + 0.01 * draw  # noqa: E731
+    plain, (learner, config, allocator, trials) = make(torch.float32, ivon)[0], make(torch.float32, ivon, noisy)
+    forward, seen = learner_module.packed_hidden, []
+
+    def watch(model, micro_batch):
+        seen.append((learner.draw, learner.draws.kept is not None))
+        return forward(model, micro_batch)
+
+    monkeypatch.setattr(learner_module, "packed_hidden", watch)
+    trials.run(64, 32)
+    assert seen == [(1, True)] and learner.draw == 0 and learner.draws.kept is None
+    assert ivon is None or len(learner.optimizer.drawn_grads) == len(learner.masters)
+    learner.drop_gradients()
+    try_caps(learner, config, allocator.cap, allocator.forward_cap, 90, trials)
+    assert ivon is None or not learner.optimizer.drawn_grads
+    assert torch.equal(train(learner), train(plain))
+
+
 def test_the_full_cap_is_run_long_and_short(monkeypatch):
     learner, config, allocator, trials = make(deterministic=False, forward_tokens_per_micro_batch=1000)
     run, seen = LocalLearner.trial, []
 
-    def watch(self, micro_batch, backward):
+    def watch(self, micro_batch, backward, perturb):
         lengths = micro_batch.cu_seqlens.diff()
         seen.append((micro_batch.num_tokens, int(lengths.max()), backward))
-        return run(self, micro_batch, backward)
+        return run(self, micro_batch, backward, perturb)
 
     monkeypatch.setattr(LocalLearner, "trial", watch)
     plan = try_caps(learner, config, allocator.cap, allocator.forward_cap, 90, trials)
@@ -81,9 +104,7 @@ def test_a_cap_that_memory_does_not_hold_is_refused_before_it_is_tried(monkeypat
         trials_module, "fit_line", lambda found: (0.0, 100.0)
     )  # 100 bytes a token: 9 tokens under the reserve
     run, seen = LocalLearner.trial, []
-    monkeypatch.setattr(
-        LocalLearner, "trial", lambda self, m, backward: seen.append(m.num_tokens) or run(self, m, backward)
-    )
+    monkeypatch.setattr(LocalLearner, "trial", lambda self, m, *args: seen.append(m.num_tokens) or run(self, m, *args))
     with pytest.raises(ValueError, match=r"train\.tokens_per_micro_batch=400 needs about .* about 9 tokens fit"):
         try_caps(learner, config, allocator.cap, allocator.forward_cap, 90, trials)
     assert max(seen) <= 128 and all(p.grad is None for p in learner.masters)
@@ -95,7 +116,7 @@ def test_a_cap_that_memory_does_not_hold_is_refused_before_it_is_tried(monkeypat
 def test_memory_that_runs_out_in_a_trial_is_refused(monkeypatch):
     learner, config, allocator, trials = make()
 
-    def trial(self, micro_batch, backward):
+    def trial(self, *args):
         raise OutOfMemory("CUDA out of memory")
 
     monkeypatch.setattr(LocalLearner, "trial", trial)

@@ -6,7 +6,9 @@ stands, so no method writes checkpoint code.
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -87,7 +89,7 @@ class Method:
 
     def state(self) -> dict[str, Any]:
         """Everything a resumed run needs, as values JSON can hold."""
-        return {f.name: plain(getattr(self, f.name)) for f in fields(self) if not f.init}
+        return {f.name: encode(getattr(self, f.name)) for f in fields(self) if not f.init}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`. ValueError if it is not this method's."""
@@ -95,14 +97,20 @@ class Method:
         if sorted(state) != sorted(names):
             raise ValueError(f"{type(self).__name__} has state {names}, the checkpoint holds {list(state)}")
         for name, value in state.items():
-            old = getattr(self, name)
-            new = np.array(value, dtype=old.dtype) if isinstance(old, np.ndarray) else copy.deepcopy(value)
-            setattr(self, name, new)
+            setattr(self, name, decode(value) if isinstance(getattr(self, name), np.ndarray) else copy.deepcopy(value))
 
 
-def plain(value: Any) -> Any:
-    """Arrays as lists; Python's float repr round-trips exactly through JSON."""
-    return value.tolist() if isinstance(value, np.ndarray) else copy.deepcopy(value)
+def encode(value: Any) -> Any:
+    """An array as base64 of a .npy file, far shorter than its digits; else the value. Both are exact in JSON."""
+    if not isinstance(value, np.ndarray):
+        return copy.deepcopy(value)
+    file = io.BytesIO()
+    np.save(file, value, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def decode(text: str) -> npt.NDArray[Any]:
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
 def check_methods(methods: Sequence[Method]) -> None:

@@ -58,8 +58,8 @@ class LoremRetry(Method):
     max_extra: float | None = None  # rescue rollouts at most, as a share of the step's first rollouts
 
     rescue_draw: int = field(init=False, default=0)  # the weights rescues are sampled with
-    num_cut: int = field(init=False, default=0)  # requests that lost words to the prompt limit
-    num_skipped: int = field(init=False, default=0)  # requests for which even the tail was too long
+    num_cut: int = field(init=False, default=0)  # rescues of the step under way that lost words to the prompt limit
+    num_skipped: int = field(init=False, default=0)  # those for which even the tail was too long
     num_rescued: int = field(init=False, default=0)  # prompts of the last step with a rescue among their rollouts
 
     order: ClassVar[int] = 40
@@ -107,6 +107,7 @@ class LoremRetry(Method):
     def retry(self, ctx: StepContext, groups: list[Group]) -> list[Request]:
         if ctx.round != 1:
             return []
+        self.num_cut = self.num_skipped = 0
         asked = [
             self.rescue(ctx, first, index) for first in self.unsolved(ctx, groups) for index in range(self.num_prefixes)
         ]

@@ -8,6 +8,7 @@ import pytest
 
 from e3fast.config import DataConfig, RunConfig
 from e3fast.methods import METHODS, EntropyTemperature, Method, RolloutBudget, check_methods, make_method, method_table
+from e3fast.methods.base import decode, encode
 from tests.records import context, group, request, stats
 
 
@@ -95,3 +96,10 @@ def test_bad_tables(table, message):
     with pytest.raises(ValueError) as error:
         make_method(table)
     assert message in str(error.value)
+
+
+def test_arrays_are_short_and_exact_in_a_checkpoint():
+    latents = np.random.default_rng(0).standard_normal((100, 256)).astype(np.float16)
+    text = encode(latents)
+    assert np.array_equal(decode(text), latents) and decode(text).dtype == np.float16
+    assert len(json.dumps(text)) < 1.4 * latents.nbytes < len(json.dumps(latents.tolist())) / 4

@@ -166,7 +166,9 @@ def spell(messages):
 def test_words_are_dropped_from_the_front_until_the_prompt_fits(limit):
     """The longest end of the words that fits is kept; where tail and question alone are too long nothing is asked."""
     method, groups = started(num_prefixes=1), [wrong(P42)]
-    asked = method.retry(after_round_one(groups, encode=spell, max_prompt_tokens=limit), groups)
+    ctx = after_round_one(groups, encode=spell, max_prompt_tokens=limit)
+    asked = method.retry(ctx, groups)
+    assert method.retry(ctx, groups) == asked  # the counts are the step's own: asked twice, counted once
     closing = tuple(f"{TAIL} 1 + 1?".split())
     if limit < len(closing):
         assert asked == [] and method.report() == {"rescued": 0, "prefixes_cut": 0, "prefixes_skipped": 1}
