@@ -15,19 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from e3fast.rollout.engine import rollout_key
 from e3fast.rollout.sampler import Sampler
-from e3fast.streams import stream_key, uniforms
+from e3fast.streams import uniforms
 from e3fast.types import Request, Rollout
 
 
 class Row(NamedTuple):
     request: int  # index among the requests
     rollout: int  # index within the request
-
-
-def rollout_key(request: Request, index: int) -> int:
-    """The random stream of completion `index` of a request."""
-    return stream_key(request.seed, request.first_rollout + index)
 
 
 class TransformersEngine:
@@ -129,6 +125,16 @@ class TransformersEngine:
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
         self.policy_version, self.draw = policy_version, draw
+
+    def sleep(self) -> None:
+        """Nothing to give back: the model is the learner's, and caches end with their batch."""
+
+    def wake(self) -> None: ...
+
+    def report(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...
 
 
 @contextlib.contextmanager
