@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input or a full disk, 130 interrupted."""
     from e3fast.machine import set_threads
     from e3fast.memory import OutOfMemory
+    from e3fast.rollout.engine import EngineError
 
     set_threads()  # before torch is imported
     sys.path.insert(0, "")  # rewards and methods of one's own are looked for in the current folder too
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         return fail(f"unknown command {args[0]!r}\n{USAGE}")
     try:
         return commands[args[0]](args[1:])
-    except (ValueError, OutOfMemory) as error:
+    except (ValueError, OutOfMemory, EngineError) as error:
         return fail(str(error))
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""

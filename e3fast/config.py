@@ -85,8 +85,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    engine: Literal["transformers"] = "transformers"
-    """Program that samples: transformers' own generation, in process."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Program that samples: transformers' own generation, in process; or vLLM, in a process beside it."""
     rollouts_per_prompt: int = 8
     """Group size G; methods may move rollouts between prompts at the same total."""
     temperature: float = 1.0
@@ -95,12 +95,18 @@ class RolloutConfig:
     """Longest completion, tokens."""
     max_sequences: int = 128
     """Sequences decoded together; more are done in turns. Bounds the key-value cache."""
+    deadline: float = 120.0
+    """Seconds without a sign of life after which vLLM counts as dead; five times as many while it starts."""
+    kv_cache_gib: float = 0.0
+    """vLLM's key-value cache, GiB; 0 = max_sequences at full length, at most half of what is free."""
 
     def __post_init__(self) -> None:
         check(self.rollouts_per_prompt >= 1, "rollout.rollouts_per_prompt", ">= 1", self.rollouts_per_prompt)
         check(self.temperature > 0, "rollout.temperature", "> 0", self.temperature)
         check(self.max_new_tokens >= 1, "rollout.max_new_tokens", ">= 1", self.max_new_tokens)
         check(self.max_sequences >= 1, "rollout.max_sequences", ">= 1", self.max_sequences)
+        check(self.deadline > 0, "rollout.deadline", "> 0 seconds", self.deadline)
+        check(self.kv_cache_gib >= 0, "rollout.kv_cache_gib", ">= 0", self.kv_cache_gib)
 
 
 @dataclass(frozen=True)

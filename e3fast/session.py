@@ -35,7 +35,7 @@ from e3fast.prompts import LoadedPrompts, PromptPool, encode_messages, load_prom
 from e3fast.requests import make_context
 from e3fast.rewards import find_reward
 from e3fast.rewards.workers import RewardPool
-from e3fast.rollout.transformers import TransformersEngine
+from e3fast.rollout.open_engine import check_engine, open_engine
 from e3fast.runlog import RunLog, read_evals, read_metrics, replace_file
 from e3fast.streams import stream_key, uniforms
 from e3fast.trials import Trials, try_caps
@@ -47,7 +47,10 @@ FAILED_ALARM = 0.01  # share of a step's rollouts without a verdict from which t
 class Session:
     """Everything a run holds while it lives. The step itself is in train.py."""
 
-    def __init__(self, config: RunConfig, scorer: RewardPool, log: RunLog) -> None:
+    def __init__(
+        self, config: RunConfig, scorer: RewardPool, log: RunLog, resources: contextlib.ExitStack
+    ) -> None:
+        """`resources` ends what must not outlive the run."""
         self.config, self.scorer, self.log, self.folder = config, scorer, log, Path(config.output_dir)
         self.model, self.tokenizer, dtype, device = open_model(config)
         held_out, loaded = load_data(config, self.tokenizer)
@@ -55,7 +58,8 @@ class Session:
         check_room(config, len(loaded.prompts))
         self.learner = make_learner(config, self.model, device)
         self.allocator = Allocator(config.train, model_coefficients(self.model.config.get_text_config()))
-        self.engine = TransformersEngine(self.model, self.tokenizer, config.rollout.max_sequences)
+        engine = open_engine(config, self.model, self.tokenizer, loaded.prompts)
+        self.engine = resources.enter_context(contextlib.closing(engine))
         self.next_step, self.generated_tokens, self.seconds = 0, 0, 0.0
         self.interrupted = False
         notes = [f"{machine.describe()}; compute {str(dtype).removeprefix('torch.')}, {len(loaded.prompts)} prompts"]
@@ -204,7 +208,7 @@ class Session:
             method.restore(saved)
         self.next_step, self.generated_tokens = state["next_step"], state["generated_tokens"]
         self.seconds = state["seconds"]
-        self.engine.policy_version = self.next_step
+        self.engine.load_weights(self.learner.weights(), policy_version=self.next_step)
         self.log.truncate_after(self.next_step)
 
     def close_with(self, report: Path) -> None:
@@ -223,9 +227,13 @@ class Session:
 def open_session(config: RunConfig) -> Iterator[Session]:
     """A session that ends after the step under way on Ctrl-C or SIGTERM; a second one ends it at once."""
     check_combination(config)
+    check_engine(config)
     log = open_log(config)
-    with RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer:
-        session = Session(config, scorer, log)
+    with (
+        RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer,
+        contextlib.ExitStack() as resources,
+    ):
+        session = Session(config, scorer, log, resources)
 
         def stop(number: int, frame: FrameType | None) -> None:
             if session.interrupted:
@@ -336,9 +344,13 @@ def evaluate_only(config: RunConfig) -> dict[str, Any]:
     """pass@k of `config.model` on the run's held-out prompts, without training anything."""
     if not config.data.held_out:
         raise ValueError("nothing to evaluate on: add at least one [[data.held_out]] table with a source")
+    check_engine(config)
     model, tokenizer, _, _ = open_model(config)
     held_out = load_prompts(config.data.held_out, config.data, tokenizer, config.seed, "held_out")
     prompts = choose(held_out.prompts, config.eval.num_prompts, config.seed)
-    engine = TransformersEngine(model, tokenizer, config.rollout.max_sequences)
-    with RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer:
+    engine = open_engine(config, model, tokenizer, held_out.prompts)
+    with (
+        contextlib.closing(engine),
+        RewardPool(find_reward(config.reward), config.reward.num_workers, config.reward.deadline) as scorer,
+    ):
         return evaluate(engine, scorer, prompts, config.eval, config.rollout.max_new_tokens, config.seed)

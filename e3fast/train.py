@@ -78,6 +78,7 @@ def train_step(
     groups = roll_out(ctx, generate, scorer, requests, clock, first_id=0)
     while asked := ask_again(ctx, methods, groups):
         groups += roll_out(ctx, generate, scorer, asked, clock, first_id=len(groups))
+    engine.sleep()  # its memory is the update's
     kept = groups
     for method in methods:
         kept = method.regroup(ctx, kept)
@@ -101,13 +102,14 @@ def train_step(
 
     # 5. hand the new weights over; let the methods learn from the step
     with clock("sync"):
+        engine.wake()
         engine.load_weights(learner.weights(), policy_version=ctx.step + 1)
     for method in methods:
         method.observe(ctx, kept, stats)
     log.write_rollouts(ctx.step, groups)
     seconds = {f"seconds/{stage}": spent for stage, spent in clock.take().items()}
     figures = step_metrics(ctx, groups, loss, batch, stats) | allocator.report() | pool.report()
-    return figures | {"samples_cut": num_cut} | seconds
+    return figures | engine.report() | {"samples_cut": num_cut} | seconds
 
 
 def perturb_by_all(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from e3fast.streams import stream_key
 from e3fast.types import Request, Rollout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Engine(Protocol):

@@ -7,6 +7,7 @@ It ends when the trainer's end of the pipe closes.
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 def host(conn: Connection, buffer: Tensor, settings: EngineSettings, log: Path) -> None:
     """Messages out: ("alive",), ("answer", index, answer), ("done", value), ("failed", message)."""
     redirect_output(log)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its step first
     try:
         from e3fast.rollout.vllm_api import InProcess
 
