@@ -16,7 +16,7 @@ import tyro
 
 from e3fast.methods import Method, make_method
 from e3fast.tables import build, build_table, check
-from e3fast.types import LossConfig
+from e3fast.types import LossConfig, LossParams
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,13 @@ class RunConfig:
     eval: EvalConfig = EvalConfig()
     methods: Annotated[tuple[Method, ...], tyro.conf.Fixed] = ()
     """[[methods]] tables, called in file order; none is plain GRPO."""
+
+    def start_loss(self) -> LossParams:
+        """The loss of a step before methods tune it."""
+        asked = dataclasses.asdict(self.loss)
+        if self.loss.importance_sampling == "auto":
+            asked["importance_sampling"] = "off" if self.rollout.engine == "transformers" else "token"
+        return LossParams(**asked)
 
 
 def load_config(path: Path) -> RunConfig:

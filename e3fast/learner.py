@@ -117,7 +117,7 @@ class LocalLearner:
         scored, trained = batch.forward_only[0], batch.micro_batches[0]
         first = next(iter((*trained, *scored)), None) if probe else None
         self.accumulate(first, scored, trained, loss, totals, perturb)
-        kept = 1.0 if loss.seq_mask is None else totals.kept_weight
+        kept = totals.kept_weight if loss.masked else 1.0
         totals.loss = totals.loss / kept if kept > 0 else 0.0
         grad_norm, stepped = self.step(kept) if trained else (0.0, False)
         latents = {batch.prompt_ids[i]: latent for i, latent in totals.latents.items() if i >= 0}
@@ -139,7 +139,7 @@ class LocalLearner:
             if probed is not None:
                 self.stand_at(probed.draw, perturb)
                 totals.probe = self.probe(to_device(probed, self.device))
-            totals.seconds["scored"] = self.timed(lambda m: self.score(m, totals, loss.seq_mask), scored, perturb)
+            totals.seconds["scored"] = self.timed(lambda m: self.score(m, totals, loss), scored, perturb)
             totals.seconds["trained"] = self.timed(lambda m: self.backward(m, formula, totals), trained, perturb)
             self.draws.gather(perturb)
         except (RuntimeError, MemoryError) as error:
@@ -234,14 +234,14 @@ class LocalLearner:
         return hidden, *self.head_pass(model, hidden, micro_batch.targets[rows], micro_batch.temperatures[rows])
 
     @torch.no_grad()
-    def score(self, micro_batch: MicroBatch, totals: Totals, seq_mask: float | None = None) -> None:
+    def score(self, micro_batch: MicroBatch, totals: Totals, loss: LossParams) -> None:
         """Log-probs and entropy alone, for samples that add nothing to the gradient."""
         rows = torch.nonzero(micro_batch.targets >= 0)[:, 0]
         hidden, logprobs, entropy = self.forward(self.model, micro_batch, rows)
         totals.add(micro_batch, rows, logprobs, entropy, "scored")
         self.note_latents(hidden, rows, micro_batch, totals)
-        if seq_mask is not None:
-            totals.mask_scored(micro_batch, rows, logprobs, seq_mask)
+        if loss.masked:
+            totals.mask_scored(micro_batch, rows, logprobs, loss)
 
     def note_latents(self, hidden: Tensor, rows: Tensor, micro_batch: MicroBatch, totals: Totals) -> None:
         if self.latent_matrix is not None and len(rows):
@@ -300,10 +300,10 @@ class LocalLearner:
         self.note_latents(hidden, rows, micro_batch, totals)
 
     def token_data(self, micro_batch: MicroBatch, rows: Tensor) -> dict[str, Tensor]:
-        """What the token loss reads of each row; on-policy rows need their advantage alone."""
-        data = {"advantages": micro_batch.advantages[rows]}
+        """What the token loss reads of each row; where all are plain, no routes."""
+        data = {n: getattr(micro_batch, n)[rows] for n in ("advantages", "rollout_logprobs")}
         if bool(micro_batch.routes.any()):
-            data |= {"routes": micro_batch.routes[rows], "rollout_logprobs": micro_batch.rollout_logprobs[rows]}
+            data["routes"] = micro_batch.routes[rows]
         if self.reference is not None:
             data["ref_logprobs"] = self.forward(self.reference, micro_batch, rows)[1]
         return data

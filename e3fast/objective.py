@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,15 +29,22 @@ def token_loss(loss: LossParams) -> TokenLoss:
     """Reads advantages; where they are in the chunk, routes and rollout_logprobs; with beta, ref_logprobs."""
     if loss.seq_mask is not None:
         return functools.partial(masked_loss, loss=loss)
+    if loss.importance_sampling == "sequence":
+        return functools.partial(sequence_corrected_loss, loss=loss)
+    if loss.corrected:
+        return functools.partial(corrected_loss, loss=loss)
     return functools.partial(policy_loss, loss=loss)
 
 
-def policy_loss(logprobs: Tensor, entropy: Tensor | None, chunk: Chunk, *, loss: LossParams) -> LossTerms:
+def policy_loss(
+    logprobs: Tensor, entropy: Tensor | None, chunk: Mapping[str, Tensor], *, loss: LossParams
+) -> LossTerms:
     data = dict(chunk)
     routes = data.get("routes")
     if routes is not None:
-        recorded = routes == RESCUE if loss.gradient_at == "draw" else routes != 0
-        data["old_logprobs"] = torch.where(recorded, data["rollout_logprobs"].to(logprobs), logprobs.detach())
+        data["old_logprobs"] = torch.where(
+            off_policy(routes, loss), data["rollout_logprobs"].to(logprobs), logprobs.detach()
+        )
     values, metrics = grpo(logprobs, entropy, data, clip_low=loss.clip_low, clip_high=loss.clip_high, beta=loss.beta)
     metrics = dict(metrics)
     if loss.rescue_shape and routes is not None:
@@ -54,6 +61,50 @@ def policy_loss(logprobs: Tensor, entropy: Tensor | None, chunk: Chunk, *, loss:
         assert entropy is not None
         values = values - loss.entropy_bonus * entropy
     return LossTerms(values, metrics)
+
+
+def corrected_loss(logprobs: Tensor, entropy: Tensor | None, chunk: Chunk, *, loss: LossParams) -> LossTerms:
+    """`policy_loss` with each row's policy term weighted by learner / engine, and rows outside the band left out.
+
+    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"); the band is that of IcePop over tokens, of masked importance sampling over sequences. Rows
+    whose ratio is to the engine's log-prob already (rescues; drawn rows trained at the mean) keep weight 1.
+    """
+    ratio = importance_ratio(logprobs.detach(), chunk, loss)
+    data = {**chunk, "correction": ratio.clamp(max=loss.importance_cap)}
+    terms = policy_loss(logprobs, entropy, data, loss=loss)
+    metrics = {**terms.metrics, "capped": (ratio > loss.importance_cap).float()}
+    if not loss.importance_band:
+        return LossTerms(terms.loss, metrics)
+    kept = in_band(ratio, loss.importance_band)
+    return LossTerms(terms.loss * kept, metrics | {"kept_weight": chunk.weights * kept})
+
+
+def sequence_corrected_loss(logprobs: Tensor, entropy: Tensor | None, chunk: Chunk, *, loss: LossParams) -> LossTerms:
+    return corrected_loss(logprobs, entropy, chunk, loss=loss)
+
+
+sequence_corrected_loss.scope = "sequence"
+
+
+def importance_ratio(logprobs: Tensor, chunk: Chunk, loss: LossParams) -> Tensor:
+    """learner / engine of each row, or of its whole sequence, (C,); 1 where it is corrected for already."""
+    gaps = (logprobs - chunk["rollout_logprobs"].to(logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if loss.importance_sampling == "sequence":
+        assert chunk.seq_ids is not None
+        totals = torch.zeros(chunk.num_seqs, dtype=gaps.dtype, device=gaps.device).index_add(0, chunk.seq_ids, gaps)
+        gaps = totals.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[chunk.seq_ids]
+    ratio = gaps.exp()
+    return torch.where(off_policy(chunk["routes"], loss), 1.0, ratio) if "routes" in chunk else ratio
+
+
+def off_policy(routes: Tensor, loss: LossParams) -> Tensor:
+    """Rows whose ratio is to the recorded log-probability, (C,) bool."""
+    return routes == RESCUE if loss.gradient_at == "draw" else routes != 0
+
+
+def in_band(ratio: Tensor, band: float) -> Tensor:
+    return (ratio >= 1 / band) & (ratio <= band)
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

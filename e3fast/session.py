@@ -47,9 +47,7 @@ FAILED_ALARM = 0.01  # share of a step's rollouts without a verdict from which t
 class Session:
     """Everything a run holds while it lives. The step itself is in train.py."""
 
-    def __init__(
-        self, config: RunConfig, scorer: RewardPool, log: RunLog, resources: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, config: RunConfig, scorer: RewardPool, log: RunLog, resources: contextlib.ExitStack) -> None:
         """`resources` ends what must not outlive the run."""
         self.config, self.scorer, self.log, self.folder = config, scorer, log, Path(config.output_dir)
         self.model, self.tokenizer, dtype, device = open_model(config)

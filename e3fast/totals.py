@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from e3fast.objective import DRAW, RESCUE, keep_sequences, mask_metrics
-from e3fast.types import FloatArray, MicroBatch, StepStats
+from csrc_triton.losses import Chunk
+from e3fast.objective import (
+    DRAW,
+    MAX_LOG_RATIO,
+    RESCUE,
+    importance_ratio,
+    in_band,
+    keep_sequences,
+    mask_metrics,
+)
+from e3fast.types import FloatArray, LossParams, MicroBatch, StepStats
 
 
 @dataclass
@@ -21,6 +30,12 @@ class Totals:
     gap: float = 0.0
     gap_max: float = 0.0
     gap_tokens: int = 0
+    gap_kl: float = 0.0
+    ratio: float = 0.0  # sum of policy / engine over the same tokens, and of its square
+    ratio_square: float = 0.0
+    capped: float = 0.0
+    corrected_tokens: int = 0
+    banded: bool = False
     loss_tokens: int = 0
     clipped: float = 0.0
     ratio_max: float = 0.0
@@ -39,11 +54,21 @@ class Totals:
         self.entropy += float(entropy[counted].double().sum())
         self.entropy_tokens += int(counted.sum())
         self.loss_tokens += int(asked.sum())
-        gap = (logprobs - micro_batch.rollout_logprobs[rows])[asked & comparable(micro_batch)[rows]].abs().double()
-        self.gap += float(gap.sum())
-        self.gap_max = max(self.gap_max, float(gap.max()) if len(gap) else 0.0)
-        self.gap_tokens += len(gap)
+        gap = (logprobs - micro_batch.rollout_logprobs[rows])[asked & comparable(micro_batch)[rows]].double()
+        self.add_gap(gap)
         self.tokens[kind] += micro_batch.num_tokens
+
+    def add_gap(self, gap: Tensor) -> None:
+        """policy - engine of tokens whose log-probs should be the same, (n,)."""
+        if not len(gap):
+            return
+        self.gap += float(gap.abs().sum())
+        self.gap_max = max(self.gap_max, float(gap.abs().max()))
+        self.gap_tokens += len(gap)
+        gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        self.gap_kl += float((gap.exp() - gap - 1).sum())
+        self.ratio += float(gap.exp().sum())
+        self.ratio_square += float((2 * gap).exp().sum())
 
     def add_loss(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
         self.loss += float(loss)
@@ -52,23 +77,32 @@ class Totals:
         if "kl" in metrics:
             self.kl += float(metrics["kl"])
             self.kl_tokens += int(metrics["num_rows"])
+        if "capped" in metrics:
+            self.capped += float(metrics["capped"])
+            self.corrected_tokens += int(metrics["num_rows"])
         self.add_mask(metrics)
 
     def add_mask(self, metrics: Mapping[str, Tensor]) -> None:
         self.drawn += float(metrics.get("drawn", 0.0))
         self.drawn_kept += float(metrics.get("drawn_kept", 0.0))
         self.kept_weight += float(metrics.get("kept_weight", 0.0))
+        self.banded |= "kept_weight" in metrics and "drawn" not in metrics
 
-    def mask_scored(self, micro_batch: MicroBatch, rows: Tensor, logprobs: Tensor, band: float) -> None:
+    def mask_scored(self, micro_batch: MicroBatch, rows: Tensor, logprobs: Tensor, loss: LossParams) -> None:
         """The mask over rows without a backward pass: a sequence that leaves the loss leaves the normaliser too."""
         asked = torch.nonzero(micro_batch.loss_mask[rows])[:, 0]
         if not len(asked):
             return
         rows, logprobs = rows[asked], logprobs[asked]
         ids = torch.unique_consecutive(segment_of(micro_batch, rows), return_inverse=True)[1]
-        routes, num = micro_batch.routes[rows], int(ids[-1]) + 1
-        kept = keep_sequences(logprobs, micro_batch.rollout_logprobs[rows], routes, ids, num, band)
-        metrics = mask_metrics(kept, routes, micro_batch.loss_weights[rows], ids, num)
+        routes, num, weights = micro_batch.routes[rows], int(ids[-1]) + 1, micro_batch.loss_weights[rows]
+        recorded = micro_batch.rollout_logprobs[rows]
+        if loss.seq_mask is not None:
+            kept = keep_sequences(logprobs, recorded, routes, ids, num, loss.seq_mask)
+            metrics = mask_metrics(kept, routes, weights, ids, num)
+        else:
+            chunk = Chunk({"rollout_logprobs": recorded, "routes": routes}, weights, ids, num)
+            metrics = {"kept_weight": weights * in_band(importance_ratio(logprobs, chunk, loss), loss.importance_band)}
         self.add_mask({name: value.double().sum() for name, value in metrics.items()})
 
     def stats(
@@ -87,6 +121,10 @@ class Totals:
             clip_share=share(self.clipped, self.loss_tokens),
             mismatch_mean=share(self.gap, self.gap_tokens),
             mismatch_max=self.gap_max,
+            mismatch_kl=share(self.gap_kl, self.gap_tokens),
+            effective_sample_share=share(self.ratio**2, self.gap_tokens * self.ratio_square),
+            importance_capped=share(self.capped, self.corrected_tokens),
+            importance_kept=self.kept_weight if self.banded else math.nan,
             kl=share(self.kl, self.kl_tokens),
             keep_rate=share(self.drawn_kept, self.drawn),
             trained_tokens=self.tokens["trained"],

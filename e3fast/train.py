@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from e3fast.requests import draw_prompts
 from e3fast.rollout.engine import Engine
 from e3fast.runlog import RunLog
 from e3fast.session import open_session
-from e3fast.types import Group, LossParams, Request, Rollout, StepContext
+from e3fast.types import Group, Request, Rollout, StepContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +84,7 @@ def train_step(
 
     # 3. credit, loss, packing
     with clock("pack"):
-        loss = LossParams(**dataclasses.asdict(config.loss))
+        loss = config.start_loss()
         for method in methods:
             loss = method.tune(ctx, loss)
         samples = make_samples(kept, config.train.advantage) + left_over_samples(groups, kept)

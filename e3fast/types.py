@@ -253,11 +253,22 @@ class LossConfig:
     """Weight of KL(policy || start model), estimated by k3, in the loss; 0 = none, and no second model in memory."""
     entropy_bonus: float = 0.0
     """Weight of the token entropy in the loss; 0 = none."""
+    importance_sampling: Literal["auto", "off", "token", "sequence"] = "auto"
+    """Correction for an engine whose log-probs are not quite the learner's.
+
+    Each row's loss is weighted by the ratio learner / engine of its token, or of its whole completion, truncated at
+    importance_cap. "auto": off for transformers, token for vLLM.
+    """
+    importance_cap: float = 2.0
+    """Largest such weight."""
+    importance_band: float = 0.0
+    """Tokens (or completions) whose ratio is outside [1/band, band] leave loss and normaliser; 0 = none do."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("loss.aggregation", self.aggregation, ("token", "sequence", "group", "constant")),
             ("loss.group_weight", self.group_weight, ("token", "prompt")),
+            ("loss.importance_sampling", self.importance_sampling, ("auto", "off", "token", "sequence")),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
@@ -267,6 +278,10 @@ class LossConfig:
         for name in ("beta", "entropy_bonus"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"loss.{name} must be >= 0, got {getattr(self, name)}")
+        if not 1 <= self.importance_cap < float("inf"):
+            raise ValueError(f"loss.importance_cap must be in [1, inf), got {self.importance_cap}")
+        if self.importance_band and not 1 < self.importance_band < float("inf"):
+            raise ValueError(f"loss.importance_band must be 0 or in (1, inf), got {self.importance_band}")
         if self.group_weight == "prompt" and self.aggregation != "token":
             raise ValueError(f"loss.group_weight 'prompt' needs loss.aggregation 'token', got {self.aggregation!r}")
 
@@ -285,6 +300,16 @@ class LossParams(LossConfig):
         """Whether rows of advantage 0 have a gradient too."""
         return self.beta > 0 or self.entropy_bonus > 0
 
+    @property
+    def corrected(self) -> bool:
+        """Whether rows are weighted by learner / engine ratios."""
+        return self.importance_sampling in ("token", "sequence")
+
+    @property
+    def masked(self) -> bool:
+        """Whether rows can leave loss and normaliser."""
+        return self.seq_mask is not None or (self.corrected and self.importance_band > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
@@ -301,6 +326,10 @@ class StepStats:
     clip_share: float
     mismatch_mean: float  # mean |policy - engine| log-prob over loss tokens, before the update
     mismatch_max: float
+    mismatch_kl: float  # mean k3 estimate of KL(engine || policy) over the same tokens
+    effective_sample_share: float  # (sum w)^2 / (n sum w^2) of their ratios w = policy / engine, in (0, 1]
+    importance_capped: float  # share of trained loss tokens whose weight was truncated; nan without a correction
+    importance_kept: float  # share of the loss weight that the masking band kept; nan without one
     kl: float  # mean k3 estimate to the start model over trained loss tokens; nan without one
     keep_rate: float  # share of drawn sequences that the sequence mask kept; nan without a mask
     trained_tokens: int  # laid out in micro-batches with a backward pass

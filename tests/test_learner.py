@@ -37,7 +37,7 @@ def gradient(model, samples, loss, cap, sharing, order=None):
     for micro_batch in batch.micro_batches[0]:
         learner.backward(micro_batch, token_loss(loss), totals)
     for micro_batch in batch.forward_only[0]:
-        learner.score(micro_batch, totals)
+        learner.score(micro_batch, totals, loss)
     return totals, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -240,6 +240,31 @@ def test_what_the_mask_drops_leaves_loss_and_normaliser(cap, sharing, group_weig
     assert stats.keep_rate == pytest.approx(1 - len(dropped) / len(drawn), rel=1e-6)
     _, loose = step_gradient(exact_learner(model), batch, unmasked)
     assert off(loose, want) > 0.05
+
+
+@pytest.mark.parametrize(("cap", "sharing"), [(10_000, True), (31, True), (19, False)])
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+def test_what_the_band_drops_leaves_loss_and_normaliser(mode, cap, sharing):
+    """Against autograd by hand: kept rows alone, each by its truncated ratio, over the kept weight."""
+    model = make_model(torch.float64)
+    plain, rng = make_samples(SHAPE, zero_groups={1}), np.random.default_rng(0)
+    samples = [near_policy(model, s, rng.normal(0, 0.5, s.num_loss_tokens).tolist()) for s in plain]
+    loss = LossParams(importance_sampling=mode, importance_cap=1.2, importance_band=1.6)
+    weights = loss_weights(samples, loss, 16)
+    stats, got = step_gradient(exact_learner(model), pack(samples, weights, cap, 1, sharing=sharing), loss)
+    twin = copy.deepcopy(model)
+    total = kept_weight = 0.0
+    for sample, weight in zip(samples, weights, strict=True):
+        logprobs = dense_rows(twin, sample)[0]
+        gaps = logprobs.detach() - torch.as_tensor(sample.rollout_logprobs[sample.loss_mask])
+        ratio = (gaps if mode == "token" else gaps.sum().expand_as(gaps)).exp()
+        kept = (ratio <= 1.6) & (ratio >= 1 / 1.6)
+        advantages = torch.as_tensor(sample.advantages[sample.loss_mask])
+        total = total - (weight * kept * ratio.clamp(max=1.2) * advantages * logprobs).sum()
+        kept_weight += weight * int(kept.sum())
+    (total / kept_weight).backward()
+    assert 0.2 < kept_weight < 0.9 and stats.importance_kept == pytest.approx(kept_weight, rel=1e-5)
+    assert off(got, flat_grad(twin)) < 1e-5 and 0 < stats.importance_capped < 1
 
 
 def test_a_step_of_which_the_mask_leaves_nothing_is_skipped_and_counted():

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from csrc_triton.losses import Chunk
-from e3fast.objective import k3, keep_sequences, loss_weights, masked_loss, policy_loss
+from e3fast.objective import (
+    corrected_loss,
+    k3,
+    keep_sequences,
+    loss_weights,
+    masked_loss,
+    policy_loss,
+    sequence_corrected_loss,
+    token_loss,
+)
 from e3fast.types import ROUTES, LossParams
 from tests.samples import make_samples
 
@@ -55,6 +64,9 @@ def test_nothing_to_weigh():
             {"group_weight": "prompt", "aggregation": "group"},
             "loss.group_weight 'prompt' needs loss.aggregation 'token'",
         ),
+        ({"importance_sampling": "tis"}, "loss.importance_sampling must be one of auto, off, token, sequence"),
+        ({"importance_cap": 0.5}, "loss.importance_cap must be in [1, inf), got 0.5"),
+        ({"importance_band": 1.0}, "loss.importance_band must be 0 or in (1, inf), got 1.0"),
         ({"clip_low": 1.5}, "loss.clip_low must be in (0, 1.0], got 1.5"),
     ],
 )
@@ -161,6 +173,66 @@ def test_kl_term_and_entropy_bonus_against_autograd_by_hand(rescue_shape):
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(terms.metrics["kl"], (q - torch.log(q) - 1).detach(), rtol=1e-12, atol=1e-12)
+
+
+GAPS = (math.log(1.5), math.log(4), -math.log(2), math.log(1.2))  # learner - engine; ratios 1.5, 4, 0.5, 1.2
+ON_POLICY = LossParams(importance_sampling="token", importance_cap=2.0)
+
+
+def corrected(loss, routes=(PLAIN,) * 4, **more):
+    logprobs, advantages = (-1.0, -2.0, -3.0, -4.0), (1.0, -2.0, 3.0, 0.5)
+    recorded = [a - gap for a, gap in zip(logprobs, GAPS, strict=True)]
+    chunk = chunk_of(list(routes), recorded, advantages, seqs=[0, 0, 1, 1], weights=(0.1, 0.2, 0.3, 0.4), **more)
+    formula = sequence_corrected_loss if loss.importance_sampling == "sequence" else corrected_loss
+    values, slope, metrics = loss_and_slope(logprobs, chunk, loss, formula)
+    return (-values / fp64(*advantages)).tolist(), (-slope / fp64(*advantages)).tolist(), metrics
+
+
+def test_token_correction_weighs_each_row_by_its_truncated_ratio():
+    """Loss and gradient alike: the weight itself has no gradient."""
+    values, slope, metrics = corrected(ON_POLICY)
+    assert values == pytest.approx([1.5, 2.0, 0.5, 1.2]) and slope == pytest.approx([1.5, 2.0, 0.5, 1.2])
+    assert metrics["capped"].tolist() == [0, 1, 0, 0] and "kept_weight" not in metrics
+
+
+def test_sequence_correction_weighs_by_the_product():
+    values, slope, _ = corrected(dataclasses.replace(ON_POLICY, importance_sampling="sequence", importance_cap=5.0))
+    assert values == pytest.approx([5.0, 5.0, 0.6, 0.6]) and slope == pytest.approx([5.0, 5.0, 0.6, 0.6])
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("token", [1, 0, 1, 1]), ("sequence", [0, 0, 1, 1])])
+def test_the_band_takes_rows_or_sequences_out_with_their_weight(mode, kept):
+    loss = dataclasses.replace(ON_POLICY, importance_sampling=mode, importance_band=2.1)
+    values, slope, metrics = corrected(loss)
+    assert [v != 0 for v in values] == [s != 0 for s in slope] == [bool(k) for k in kept]
+    assert metrics["kept_weight"].tolist() == pytest.approx(
+        [w * k for w, k in zip((0.1, 0.2, 0.3, 0.4), kept, strict=True)]
+    )
+
+
+def test_a_ratio_to_the_engine_is_not_corrected_twice():
+    """A rescue, and a drawn row trained at the mean, have the whole ratio in the loss already."""
+    routes, wide = (RESCUE, PLAIN, DRAW, PLAIN), dict(clip_low=1.0, clip_high=9.0)
+    values, _, _ = corrected(dataclasses.replace(ON_POLICY, **wide), routes)
+    assert values == pytest.approx([1.5, 2.0, 0.5, 1.2])  # ratio times weight 1; weight times ratio 1
+    values, _, _ = corrected(dataclasses.replace(ON_POLICY, gradient_at="draw", importance_cap=1.0, **wide), routes)
+    assert values == pytest.approx([1.5, 1.0, 0.5, 1.0])
+
+
+def test_kl_and_entropy_terms_are_not_weighted():
+    loss = dataclasses.replace(ON_POLICY, beta=0.5, entropy_bonus=0.3)
+    refs = fp64(-1.5, -1.5, -3.2, -4.0)
+    chunk = chunk_of([PLAIN] * 4, [-2.0] * 4, [0.0] * 4, ref_logprobs=refs)
+    logprobs, entropy = fp64(-1.0, -2.0, -3.0, -4.0), fp64(1.0, 2.0, 3.0, 4.0)
+    got = corrected_loss(logprobs, entropy, chunk, loss=loss).loss
+    assert torch.allclose(got, 0.5 * k3(logprobs, refs) - 0.3 * entropy)
+
+
+def test_which_formula_a_loss_asks_for():
+    names = {"off": "policy_loss", "auto": "policy_loss", "token": "corrected_loss"}
+    names |= {"sequence": "sequence_corrected_loss"}
+    found = {mode: token_loss(LossParams(importance_sampling=mode)).func.__name__ for mode in names}
+    assert found == names and token_loss(LossParams(seq_mask=2.0)).func is masked_loss
 
 
 def test_k3_vectors():

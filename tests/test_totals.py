@@ -10,6 +10,7 @@ import torch
 from e3fast.objective import mask_metrics
 from e3fast.packing import build
 from e3fast.totals import Totals, comparable, row_ends, segment_of
+from e3fast.types import LossParams
 from tests.dense import routed
 from tests.samples import make_samples
 
@@ -47,6 +48,31 @@ def test_each_sum_is_over_its_own_rows(draw, compared):
     assert routes == [compared + 4]
 
 
+def test_kl_and_effective_sample_of_the_mismatch():
+    """By hand: ratios 1.5, 1, 1/2 of policy to engine."""
+    m = micro_batch_of(make_samples([(4, [3])]))
+    rows, ratios = target_rows(m), torch.tensor([1.5, 1.0, 0.5])
+    totals = Totals()
+    totals.add(m, rows, m.rollout_logprobs[rows] + ratios.log(), torch.zeros(3), "trained")
+    stats = totals.stats(1.0, True, 257)
+    kl = sum(r - 1 - math.log(r) for r in ratios.tolist()) / 3
+    assert stats.mismatch_kl == pytest.approx(kl, rel=1e-5)
+    assert stats.effective_sample_share == pytest.approx(9 / (3 * 3.5), rel=1e-6)
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("token", 4), ("sequence", 3)])
+def test_rows_without_a_backward_pass_leave_by_the_band_too(mode, kept):
+    """Two completions of 3 tokens; the first is out of the band at one token, and as a whole."""
+    m = micro_batch_of(make_samples([(4, [3, 3])]))
+    rows = target_rows(m)
+    totals, gaps = Totals(), torch.tensor([0.8, 0.0, 0.0, 0.2, 0.2, -0.8])
+    loss = LossParams(importance_sampling=mode, importance_band=2.0)
+    totals.mask_scored(m, rows, m.rollout_logprobs[rows] + gaps, loss)
+    weight = float(m.loss_weights[rows][0])
+    assert totals.kept_weight == pytest.approx(kept * weight) and totals.banded
+    assert totals.stats(1.0, True, 257).importance_kept == pytest.approx(kept * weight)
+
+
 def test_sums_do_not_depend_on_the_cut():
     samples = make_samples([(4, [3, 6, 2]), (2, [5]), (9, [7, 1])])
     torch.manual_seed(0)
@@ -69,7 +95,17 @@ def test_sums_do_not_depend_on_the_cut():
 
 def test_means_of_nothing_are_nan():
     stats = Totals().stats(0.0, False, 257)
-    nothing = ("entropy", "clip_share", "mismatch_mean", "kl", "keep_rate", "entropy_at_one", "elasticity")
+    nothing = (
+        "entropy",
+        "clip_share",
+        "mismatch_mean",
+        "kl",
+        "keep_rate",
+        "entropy_at_one",
+        "elasticity",
+        "mismatch_kl",
+    )
+    nothing += ("effective_sample_share", "importance_capped", "importance_kept")
     assert all(math.isnan(getattr(stats, name)) for name in nothing)
     assert stats.loss == stats.mismatch_max == 0.0 and stats.latents == {}
 
@@ -94,12 +130,12 @@ def test_rows_without_a_backward_pass_are_masked_by_whole_sequences(sharing):
     rows = target_rows(m)
     shifts = torch.tensor([0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, -0.3, 0.3, 2.0, 2.0] + [5.0] * 4)
     totals = Totals()
-    totals.mask_scored(m, rows, m.rollout_logprobs[rows] + shifts, 2.0)
+    totals.mask_scored(m, rows, m.rollout_logprobs[rows] + shifts, LossParams(seq_mask=2.0))
     assert totals.drawn == pytest.approx(3) and totals.drawn_kept == pytest.approx(2)
     assert totals.kept_weight == pytest.approx(0.1 * (2 + 4 + 2))
     nothing = Totals()
     bare = micro_batch_of([samples[4]])
-    nothing.mask_scored(bare, target_rows(bare), torch.zeros(4), 2.0)
+    nothing.mask_scored(bare, target_rows(bare), torch.zeros(4), LossParams(seq_mask=2.0))
     assert (nothing.drawn, nothing.kept_weight) == (0.0, 0.0)
 
 

@@ -28,6 +28,8 @@ def check_combination(config: RunConfig) -> None:
     perturbed, retry = find(config, PerturbedWeights), find(config, LoremRetry)
     if retry and perturbed and perturbed.variant == "m3po":
         raise ValueError("LoremRetry and PerturbedWeights 'm3po': a rescue belongs to no draw's group; remove one")
+    if config.loss.importance_band and not config.start_loss().corrected:
+        raise ValueError("loss.importance_band does nothing while loss.importance_sampling is off: remove one")
     if config.train.optimizer == "ivon" and not (perturbed and perturbed.ivon):
         raise ValueError('train.optimizer "ivon" needs the method perturbed_weights with posterior = "ivon"')
 
@@ -47,6 +49,12 @@ def check_kl(config: RunConfig) -> None:
         raise ValueError(f"loss.beta={beta:g} and accuracy_kl both set the KL weight: remove one")
     if kl and perturbed:
         raise ValueError("AccuracyKL and PerturbedWeights: the second has its own prior in place of a KL; remove one")
+    correction = config.loss.importance_sampling
+    if perturbed and perturbed.band is not None and correction in ("token", "sequence"):
+        raise ValueError(
+            f"PerturbedWeights '{perturbed.variant}' masks by the ratio that loss.importance_sampling = {correction!r} "
+            "corrects: remove one"
+        )
     for name in ("beta", "entropy_bonus"):
         if perturbed and getattr(config.loss, name):
             raise ValueError(f"PerturbedWeights goes without loss.{name}: remove one")

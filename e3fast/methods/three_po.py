@@ -203,6 +203,8 @@ class PerturbedWeights(Method):
     def tune(self, ctx: StepContext, loss: LossParams) -> LossParams:
         if not self.at_mean:
             return dataclasses.replace(loss, gradient_at="draw")
+        if self.band is not None:  # the mask is the one correction of the ratio
+            loss = dataclasses.replace(loss, importance_sampling="off", importance_band=0.0)
         return dataclasses.replace(loss, seq_mask=self.band, behaviour_logprobs=self.behaviour_logprobs or "engine")
 
     def observe(self, ctx: StepContext, groups: list[Group], stats: StepStats) -> None:

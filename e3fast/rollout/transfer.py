@@ -89,7 +89,7 @@ def serve_once(server: socket.socket, token: str, weights: Iterable[tuple[str, T
         for name, tensor in weights:
             head = json.dumps(head_of(name, tensor)).encode()
             link.sendall(struct.pack("!I", len(head)) + head)
-            link.sendall(memoryview(flat_bytes(tensor.cpu()).numpy()))
+            link.sendall(flat_bytes(tensor.cpu()).numpy().data)
         link.sendall(struct.pack("!I", 0))
 
 
@@ -100,7 +100,7 @@ def fetch(host: str, port: int, token: str, deadline: float) -> Iterator[tuple[s
         while size := struct.unpack("!I", read_exactly(link, 4))[0]:
             head = json.loads(read_exactly(link, size))
             tensor = empty(head)
-            fill(link, memoryview(flat_bytes(tensor).numpy()))
+            fill(link, flat_bytes(tensor).numpy().data)
             yield head[0], tensor
 
 
@@ -123,7 +123,7 @@ def fill(link: socket.socket, view: memoryview) -> None:
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's first 128 KiB."""
     size = CHECKED_BYTES // tensor.element_size()
-    return zlib.crc32(flat_bytes(tensor.detach().view(-1)[:size].cpu()).numpy())
+    return zlib.crc32(flat_bytes(tensor.detach().view(-1)[:size].cpu()).numpy().data)
 
 
 def checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:

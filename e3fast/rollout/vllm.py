@@ -118,7 +118,7 @@ class VllmEngine:
             raise EngineError(
                 f"probe: after the hand-over of version {self.policy_version} vLLM's log-probs differ from the "
                 f"learner's by {mean:.3g} nats a token (at most {self.proof.limit:g}): it does not hold these weights. "
-                "This architecture may not reload in this version of vLLM; rollout.engine = \"transformers\" does"
+                'This architecture may not reload in this version of vLLM; rollout.engine = "transformers" does'
             )
 
     def phase(self, name: str, work: Callable[[], Any]) -> Any:

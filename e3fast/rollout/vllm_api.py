@@ -67,12 +67,14 @@ def check_version(version: str | None) -> None:
     """ValueError where vLLM is not installed, or not one of the versions that this file was tested with."""
     low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
     wanted = f"vllm>={low},<{high}"
-    advice = f"install {wanted} (on a CPU: make setup-vllm), or set rollout.engine = \"transformers\""
+    advice = f'install {wanted} (on a CPU: make setup-vllm), or set rollout.engine = "transformers"'
     if version is None:
         raise ValueError(f"rollout.engine needs vLLM, which is not installed here: {advice}")
     found = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split("+")[0].split(".")[:2])
     if not SUPPORTED[0] <= found < SUPPORTED[1]:
-        raise ValueError(f"vLLM {version} is installed; e3fast is tested with {low} up to, not including, {high}: {advice}")
+        raise ValueError(
+            f"vLLM {version} is installed; e3fast is tested with {low} up to, not including, {high}: {advice}"
+        )
 
 
 def set_environment() -> None:
@@ -123,7 +125,8 @@ class InProcess:
         check_version(installed_version())
         set_environment()
         register()
-        from vllm import LLM, SamplingParams
+        from vllm.entrypoints.llm import LLM
+        from vllm.sampling_params import SamplingParams
 
         self.settings, self.sampling = settings, SamplingParams
         arguments = engine_arguments(settings)
