@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from e3fast import machine
-from e3fast.agreement import check_mask
+from e3fast.agreement import check_mask, check_ratio
 from e3fast.allocator import Allocator
 from e3fast.checkpoint import load_checkpoint, save_checkpoint
 from e3fast.config import RunConfig
@@ -73,7 +73,7 @@ class Session:
             self.allocator.restore(saved[1]["allocator"])  # a halved cap is tried as it stands
         self.told, self.packed_once = self.allocator.num_replans, False  # what the user knows of packing
         notes += self.confirm_caps()
-        notes += self.confirm_mask()
+        notes += self.confirm_agreement()
         if saved:
             self.restore(*saved)
         self.write_facts()
@@ -96,12 +96,15 @@ class Session:
         plan = try_caps(self.learner, config.train, allocator.cap, allocator.forward_cap, longest, trials)
         return [plan.describe(allocator.cap)] if plan else []
 
-    def confirm_mask(self) -> list[str]:
-        """Where a mask goes by the engine's log-probs: that it keeps what was sampled without noise."""
+    def confirm_agreement(self) -> list[str]:
+        """The engine's log-probs are the learner's; where a mask goes by them, it keeps what has no noise."""
+        parts = (self.config, self.pool, self.engine, self.learner, self.allocator)
+        dtype = "bf16" if self.model.dtype == torch.bfloat16 else "fp32"
+        notes = []
         perturbed = find_perturbed(self.config.methods)
-        if perturbed is None or perturbed.band is None or perturbed.behaviour_logprobs == "learner":
-            return []
-        return [check_mask(self.config, self.pool, self.engine, self.learner, self.allocator, perturbed.band)]
+        if perturbed and perturbed.band is not None and perturbed.behaviour_logprobs != "learner":
+            notes.append(check_mask(*parts, perturbed.band))  # first: its limit is the tighter, its advice the nearer
+        return [*notes, check_ratio(*parts, dtype)]
 
     def context(self) -> StepContext:
         """Of the step that comes next."""

@@ -1,4 +1,4 @@
-"""A mask over whole sequences is refused where the engine's log-probs are not the learner's."""
+"""A run is refused where the engine's log-probs are not the learner's: token by token, and under a sequence mask."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from e3fast.agreement import NUM_ROLLOUTS, check_mask
+from e3fast.agreement import NUM_ROLLOUTS, RATIO_ROLLOUTS, RATIO_TOKENS, check_mask, check_ratio
 from e3fast.allocator import Allocator
 from e3fast.config import RolloutConfig, RunConfig, TrainConfig
 from e3fast.costs import model_coefficients
@@ -42,7 +42,7 @@ class Noisy:
         return out
 
 
-def ask(num_prompts=20, band=2.0, cap=400, over_long="refuse", max_new_tokens=6, **noise):
+def ask(num_prompts=20, band=2.0, ratio_in=None, seen=None, cap=400, over_long="refuse", max_new_tokens=6, **noise):
     model = make_model()
     learner = LocalLearner(model, TrainConfig(), CPU)
     train = TrainConfig(tokens_per_micro_batch=cap, over_long=over_long)
@@ -52,9 +52,13 @@ def ask(num_prompts=20, band=2.0, cap=400, over_long="refuse", max_new_tokens=6,
     engine = Noisy(TransformersEngine(model, make_tokenizer(), 200), **({"gap": 0.0} | noise))
     before = [p.clone() for p in model.parameters()]
     try:
-        return check_mask(config, pool, engine, learner, Allocator(train, model_coefficients(model.config)), band)
+        parts = (config, pool, engine, learner, Allocator(train, model_coefficients(model.config)))
+        return check_ratio(*parts, ratio_in) if ratio_in else check_mask(*parts, band)
     finally:
-        assert len(engine.seen) >= NUM_ROLLOUTS and all(r.request.draw == 0 for r in engine.seen)
+        if seen is not None:
+            seen += engine.seen
+        assert len(engine.seen) >= (RATIO_ROLLOUTS if ratio_in else NUM_ROLLOUTS)
+        assert all(r.request.draw == 0 for r in engine.seen)
         assert {r.request.temperature for r in engine.seen} == {0.8}
         assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
 
@@ -85,3 +89,25 @@ def test_a_nan_log_prob_costs_its_token_only():
 def test_tails_are_cut_where_the_run_cuts_them():
     """As in the step itself, so that a long rollout does not end the run before it starts."""
     assert "keeps 100%" in ask(cap=8, over_long="cut", max_new_tokens=24)
+
+
+def test_equal_log_probs_have_ratio_one():
+    line = ask(ratio_in="fp32")
+    mean, largest = (
+        float(part.split(" nats")[0].split(",")[0]) for part in line.split("| ")[1:2] + line.split("max ")[1:]
+    )
+    assert mean < 1e-6 and largest < 1e-4 and "effective sample 100.0%" in line
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [("fp32", 0.02), ("bf16", 0.3)])
+def test_an_engine_of_another_policy_is_refused_before_step_one(dtype, gap):
+    with pytest.raises(ValueError, match=f"at learning rate 0 .* differ by {gap:.3g} nats a token .*in {dtype}"):
+        ask(ratio_in=dtype, gap=gap)
+    assert "effective sample" in ask(ratio_in=dtype, gap=gap / 3)
+
+
+def test_the_ratio_test_samples_few_and_short_completions():
+    """A run with completions of 32,768 tokens must not wait for them."""
+    seen = []
+    ask(ratio_in="fp32", max_new_tokens=200, seen=seen)
+    assert len(seen) == 16 and {r.request.max_new_tokens for r in seen} == {RATIO_TOKENS}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from e3fast import session
+from e3fast import agreement, session
 from e3fast import train as train_module
 from e3fast.config import load_config
 from e3fast.ivon import Ivon
@@ -233,6 +233,7 @@ def test_a_mask_on_noisy_log_probs_is_refused_before_anything_is_written(tmp_pat
         return finish(self, request, tokens, [value + 0.3 for value in logprobs])
 
     monkeypatch.setattr(TransformersEngine, "finish", noisy)
+    monkeypatch.setitem(agreement.RATIO_LIMITS, "fp32", 0.5)  # completions are short: what a long one would add up to
     text = method("c3po", draws=2, sigma=0.0, controller=False)
     with pytest.raises(ValueError, match='set behaviour_logprobs = "learner" in perturbed_weights'):
         run(tmp_path, model, "noisy", text)
