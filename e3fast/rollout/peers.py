@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,6 +17,22 @@ from e3fast.rollout.vllm_api import Answer, Ask, EngineSettings
 from e3fast.rollout.vllm_host import host
 
 START_FACTOR = 5  # a start may be silent this many times longer than anything else
+
+
+SPIN_COUNT = "20000"  # of an idle OpenMP thread in vLLM's process: its operations follow each other closely (LOG.md)
+
+
+@contextlib.contextmanager
+def spinning(count: str) -> Iterator[None]:
+    """For the processes started inside. GOMP reads it when torch is loaded, before any line of ours runs there."""
+    before = os.environ.get("GOMP_SPINCOUNT")
+    os.environ["GOMP_SPINCOUNT"] = count
+    try:
+        yield
+    finally:
+        os.environ.pop("GOMP_SPINCOUNT")
+        if before is not None:
+            os.environ["GOMP_SPINCOUNT"] = before
 
 
 class PeerDied(Exception):
@@ -68,7 +86,8 @@ class ProcessPeer:
         self.conn, theirs = context.Pipe()
         arguments = (theirs, self.buffer, self.settings, self.log)
         self.process = context.Process(target=self.target, args=arguments, daemon=True, name="vllm")
-        self.process.start()
+        with spinning(SPIN_COUNT):
+            self.process.start()
         theirs.close()
 
     def start(self) -> None:
