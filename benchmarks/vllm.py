@@ -10,8 +10,8 @@ Cases: the demo model in bf16 (demo) and fp32 (demo-fp32). Metrics:
 - cycle_growth_mib: resident memory of both processes after cycle 20 less after cycle 5. The benchmark fails where the
   log-probs of a cycle differ from the first's.
 - logprob_mean_abs_diff, logprob_max_abs_diff: learner less engine over the tokens of 64 rollouts, nats.
-- end_to_end_speedup: seconds of `e3fast train runs/quickstart.toml` by transformers over those by vLLM, whole processes,
-  start of vLLM and evaluations included; run_tokens what each generated.
+- end_to_end_speedup: seconds of `e3fast train runs/quickstart.toml` by transformers over those by vLLM, as whole
+  processes, start of vLLM and evaluations included; run_tokens what each generated.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -30,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Row, save, show
-from e3fast import machine
 from e3fast.config import RunConfig, load_config
 from e3fast.types import Request
 
@@ -100,7 +100,7 @@ def raw_tokens_per_second(settings: Any, batches: list[list[Request]], answer: A
                 stop_token_ids=stop,
                 ignore_eos=True,
                 detokenize=False,
-            )  # fmt: skip
+            )
             for r in batch
         ]
         start = time.perf_counter()
@@ -114,7 +114,11 @@ def measure_raw(parts: Parts, batches: list[list[Request]]) -> list[float]:
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     process = context.Process(target=raw_tokens_per_second, args=(parts.settings, batches, answer))
+    # As a user of vLLM alone has it: threads spin as torch's default is, not as the trainer's own are set.
+    before = os.environ.pop("GOMP_SPINCOUNT", None)
     process.start()
+    if before is not None:
+        os.environ["GOMP_SPINCOUNT"] = before
     found = answer.get(timeout=900)
     process.join()
     return found[1:]
@@ -144,7 +148,7 @@ def throughput(parts: Parts) -> dict[str, list[float]]:
 def cycles(parts: Parts) -> dict[str, list[float]]:
     from e3fast.agreement import sample_gaps
 
-    engine = parts.open()
+    engine: Any = parts.open()
     asked, seconds, memory, first = parts.requests(0)[:4], [], [], None
     for cycle in range(CYCLES):
         engine.sleep()
@@ -213,7 +217,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--skip-runs", action="store_true", help="leave the two whole trainings out")
     parser.add_argument("--save", action="store_true", help="append to benchmarks/results/vllm.csv")
     options = parser.parse_args(argv)
-    machine.set_threads()
     rows, failed = [], []
     with tempfile.TemporaryDirectory() as name:
         for case in options.case:
