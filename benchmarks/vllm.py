@@ -60,6 +60,7 @@ class Parts:
         from e3fast.learner import LocalLearner
         from e3fast.prompts import PromptPool
         from e3fast.rollout.open_engine import engine_settings, open_engine
+        from e3fast.rollout.transformers import end_of_sequence
         from e3fast.session import load_data, open_model
 
         self.config = config
@@ -67,7 +68,8 @@ class Parts:
         self.pool = PromptPool(load_data(config, tokenizer)[1].prompts, config.seed)
         self.learner = LocalLearner(model, config.train, device)
         self.allocator = Allocator(config.train, model_coefficients(model.config))
-        self.settings = engine_settings(config, model, tokenizer)
+        end_tokens = end_of_sequence(model, tokenizer)
+        self.settings = engine_settings(config, model.config, model.dtype, device, end_tokens)
         self.open = lambda: open_engine(config, model, tokenizer, self.pool.prompts)
 
     def requests(self, seed: int) -> list[Request]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 USAGE = """usage: e3fast train  RUN.toml [--section.key value ...]   train; --help after the file lists every flag
        e3fast eval   RUN.toml [--section.key value ...]   pass@k of a model on the run's held-out prompts
+       e3fast serve  RUN.toml [--section.key value ...]   vLLM's server for that run, at its rollout.server_url
        e3fast report FOLDER                               write FOLDER/report.html again
        e3fast config [RUN.toml]                           print every setting with its meaning"""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if args else 2
-    commands = {"train": train, "eval": evaluate, "report": report, "config": config}
+    commands = {"train": train, "eval": evaluate, "serve": serve, "report": report, "config": config}
     if args[0] not in commands:
         return fail(f"unknown command {args[0]!r}\n{USAGE}")
     try:
@@ -74,6 +75,14 @@ def evaluate(args: list[str]) -> int:
     from e3fast.session import evaluate_only
 
     print_table(evaluation_table(evaluate_only(config)))
+    return 0
+
+
+def serve(args: list[str]) -> int:
+    config = read_config(args)
+    from e3fast.rollout.open_engine import serve as run
+
+    run(config)
     return 0
 
 

@@ -7,6 +7,7 @@ range is a ValueError that names the path, what is allowed and the nearest spell
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +86,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Program that samples: transformers' own generation, in process; or vLLM, in a process beside it."""
+    engine: Literal["transformers", "vllm", "vllm-server"] = "transformers"
+    """Program that samples: transformers' own generation, in process; vLLM, in a process beside it; or its server."""
+    server_url: str = ""
+    """http://host:port of a server started by `e3fast serve RUN.toml`, for engine "vllm-server"."""
     rollouts_per_prompt: int = 8
     """Group size G; methods may move rollouts between prompts at the same total."""
     temperature: float = 1.0
@@ -105,6 +108,9 @@ class RolloutConfig:
         check(self.temperature > 0, "rollout.temperature", "> 0", self.temperature)
         check(self.max_new_tokens >= 1, "rollout.max_new_tokens", ">= 1", self.max_new_tokens)
         check(self.max_sequences >= 1, "rollout.max_sequences", ">= 1", self.max_sequences)
+        if self.server_url:
+            known = re.fullmatch(r"http://[^/:]+:\d+/?", self.server_url) is not None
+            check(known, "rollout.server_url", "http://host:port", self.server_url)
         check(self.deadline > 0, "rollout.deadline", "> 0 seconds", self.deadline)
         check(self.kv_cache_gib >= 0, "rollout.kv_cache_gib", ">= 0", self.kv_cache_gib)
 

