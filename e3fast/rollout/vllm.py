@@ -44,7 +44,7 @@ class VllmEngine:
 
     def start(self) -> None:
         """Wait until vLLM is up, and hand the policy's weights over. EngineError."""
-        self.phase("start", self.peer.start)
+        self.phase("start", self.peer.start, '; rollout.engine = "transformers" needs no vLLM')
         self.hand_over(self.proof.weights())
 
     def generate(self, requests: Sequence[Request]) -> list[list[Rollout]]:
@@ -121,12 +121,12 @@ class VllmEngine:
                 'This architecture may not reload in this version of vLLM; rollout.engine = "transformers" does'
             )
 
-    def phase(self, name: str, work: Callable[[], Any]) -> Any:
+    def phase(self, name: str, work: Callable[[], Any], advice: str = "") -> Any:
         """EngineError that says in which phase of a hand-over vLLM failed or died."""
         try:
             return work()
         except (PeerDied, PeerFailed) as error:
-            raise EngineError(f"{name}: {error}") from None
+            raise EngineError(f"{name}: {error}{advice}") from None
 
     def sleep(self) -> None:
         self.phase("sleep", self.peer.sleep)

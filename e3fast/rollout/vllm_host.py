@@ -55,7 +55,8 @@ def serve(conn: Connection, buffer: Tensor, engine: InProcess) -> None:
 
 
 def describe(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """In one line; vLLM's validation errors are long, and say what is wrong in the second."""
+    return " ".join(str(error).split())[:400] or type(error).__name__
 
 
 def redirect_output(log: Path) -> None:

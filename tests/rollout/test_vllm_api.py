@@ -19,7 +19,7 @@ def test_supported_versions(version):
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "0.9.2"])
 def test_other_versions_are_refused_in_words(version):
     with pytest.raises(
-        ValueError, match=rf"vLLM {version} is installed; .* from 0.32 to below 0.33: install vllm>=0.32"
+        ValueError, match=rf"vLLM {version} is installed; .* with 0.32 up to, not including, 0.33: install vllm>=0.32"
     ):
         check_version(version)
 
