@@ -64,6 +64,21 @@ def test_kernels_import_nothing_of_the_trainer():
             assert all(used.startswith("csrc_triton") and name.startswith("csrc_triton") for used in ours(path)), name
 
 
+def test_vllm_is_named_in_two_files():
+    """One release of vLLM after another renames things: what we use of it is to be found at once (trl#4617)."""
+    found = {
+        name
+        for name, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and any(
+            m.split(".")[0] == "vllm"
+            for m in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        )
+    }
+    assert found == {"e3fast.rollout.vllm_api", "e3fast.rollout.vllm_receiver"}
+
+
 def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
