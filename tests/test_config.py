@@ -105,3 +105,14 @@ def test_a_missing_file(tmp_path):
 
 def test_defaults_are_whole():
     assert "learning_rate" in config_text(RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "found"),
+    [("transformers", "auto", "off"), ("vllm", "auto", "token"), ("vllm-server", "auto", "token")]
+    + [(engine, mode, mode) for engine in ("transformers", "vllm") for mode in ("off", "token", "sequence")],
+)
+def test_the_correction_a_run_starts_with(engine, asked, found):
+    loss = LossConfig(importance_sampling=asked, clip_high=0.28)
+    start = RunConfig(rollout=RolloutConfig(engine=engine), loss=loss).start_loss()
+    assert (start.importance_sampling, start.importance_cap, start.clip_high) == (found, 2.0, 0.28)

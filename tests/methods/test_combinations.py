@@ -35,6 +35,12 @@ REFUSED = [
         {},
         "EntropyTemperature and FixedTemperature both set the temperature",
     ),
+    (
+        (PerturbedWeights("c3po", controller=False),),
+        {"loss": LossConfig(importance_sampling="token")},
+        "PerturbedWeights 'c3po' masks by the ratio that loss.importance_sampling = 'token' corrects: remove one",
+    ),
+    ((), {"loss": LossConfig(importance_band=2.0)}, "loss.importance_band does nothing while loss.importance_sampling"),
     ((LoremRetry(), LoremRetry()), {}, "LoremRetry and LoremRetry both set the rescue"),
     ((PortfolioSampler(), PosteriorSampler()), {}, "PortfolioSampler and PosteriorSampler both set the selection"),
     ((PortfolioSampler(), GaussianCurriculum()), {}, "PortfolioSampler and GaussianCurriculum both weigh prompts"),
