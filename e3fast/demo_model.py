@@ -21,6 +21,11 @@ def cache_folder() -> Path:
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "e3fast"
 
 
+def checkpoint_of(name: str) -> str:
+    """What transformers and vLLM load for a model's name: the name itself, or the converted demo model's folder."""
+    return str(demo_checkpoint(name)) if name.startswith("demo:") else name
+
+
 def demo_checkpoint(name: str) -> Path:
     """Folder of the converted model; converts it at the first call (about 15 s). ValueError says what is missing."""
     if name not in DEMO_MODELS:

@@ -12,7 +12,7 @@ from torch import Tensor
 from e3fast import attention
 from e3fast.attention_plan import AttentionPlan
 from e3fast.config import ModelConfig
-from e3fast.demo_model import DEMO_MODELS, demo_checkpoint
+from e3fast.demo_model import DEMO_MODELS, checkpoint_of
 from e3fast.types import MicroBatch
 
 
@@ -36,7 +36,7 @@ def load_policy(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
 
     logging.disable_progress_bar()
     attention.register()
-    name = str(demo_checkpoint(config.name)) if config.name.startswith("demo:") else config.name
+    name = checkpoint_of(config.name)
     trust = config.trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)

@@ -26,7 +26,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def token_loss(loss: LossParams) -> TokenLoss:
-    """Reads advantages; where they are in the chunk, routes and rollout_logprobs; with beta, ref_logprobs."""
+    """Reads advantages; where they are in the chunk, routes; rollout_logprobs; with beta, ref_logprobs."""
     if loss.seq_mask is not None:
         return functools.partial(masked_loss, loss=loss)
     if loss.importance_sampling == "sequence":

@@ -62,13 +62,16 @@ class Totals:
         """policy - engine of tokens whose log-probs should be the same, (n,)."""
         if not len(gap):
             return
-        self.gap += float(gap.abs().sum())
-        self.gap_max = max(self.gap_max, float(gap.abs().max()))
+        cut = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = cut.exp()
+        sums = [gap.abs().sum(), gap.abs().max(), (ratio - cut - 1).sum(), ratio.sum(), ratio.square().sum()]
+        total, largest, kl, ratios, squares = torch.stack(sums).tolist()  # one wait for the device, not five
+        self.gap += total
+        self.gap_max = max(self.gap_max, largest)
         self.gap_tokens += len(gap)
-        gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        self.gap_kl += float((gap.exp() - gap - 1).sum())
-        self.ratio += float(gap.exp().sum())
-        self.ratio_square += float((2 * gap).exp().sum())
+        self.gap_kl += kl
+        self.ratio += ratios
+        self.ratio_square += squares
 
     def add_loss(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
         self.loss += float(loss)

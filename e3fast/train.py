@@ -77,7 +77,8 @@ def train_step(
     groups = roll_out(ctx, generate, scorer, requests, clock, first_id=0)
     while asked := ask_again(ctx, methods, groups):
         groups += roll_out(ctx, generate, scorer, asked, clock, first_id=len(groups))
-    engine.sleep()  # its memory is the update's
+    with clock("sync"):
+        engine.sleep()  # its memory is the update's
     kept = groups
     for method in methods:
         kept = method.regroup(ctx, kept)

@@ -13,7 +13,7 @@ import torch
 
 from e3fast import machine
 from e3fast.config import RunConfig
-from e3fast.demo_model import demo_checkpoint
+from e3fast.demo_model import checkpoint_of
 from e3fast.memory import GIB, available_bytes
 from e3fast.rollout.engine import Engine
 from e3fast.rollout.peers import Peer, ProcessPeer
@@ -70,12 +70,12 @@ def context_length(config: RunConfig) -> int:
 def engine_settings(
     config: RunConfig, model_config: Any, dtype: torch.dtype, device: torch.device, end_tokens: Sequence[int] = ()
 ) -> EngineSettings:
-    name, rollout = config.model.name, config.rollout
+    rollout = config.rollout
     wanted = kv_bytes(model_config.get_text_config(), dtype, context_length(config), rollout.max_sequences)
     free = available_bytes(device)
     room = wanted if free is None else min(wanted, int(KV_SHARE * free))
     return EngineSettings(
-        model=str(demo_checkpoint(name)) if name.startswith("demo:") else name,
+        model=checkpoint_of(config.model.name),
         dtype="fp32" if dtype == torch.float32 else "bf16",
         max_model_len=context_length(config),
         max_sequences=rollout.max_sequences,
@@ -94,7 +94,7 @@ def serve(config: RunConfig) -> None:
     check_engine(dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine="vllm-server")))
     device = machine.find_device()
     dtype = machine.find_compute_dtype(config.model.compute_dtype, device)
-    name = str(demo_checkpoint(config.model.name)) if config.model.name.startswith("demo:") else config.model.name
+    name = checkpoint_of(config.model.name)
     model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
     url = urlsplit(config.rollout.server_url)
     settings = engine_settings(config, model_config, dtype, device)

@@ -17,8 +17,6 @@ from e3fast.rollout.vllm_api import Answer, Ask, EngineSettings
 from e3fast.rollout.vllm_host import host
 
 START_FACTOR = 5  # a start may be silent this many times longer than anything else
-
-
 SPIN_COUNT = "20000"  # of an idle OpenMP thread in vLLM's process: its operations follow each other closely (LOG.md)
 
 
@@ -78,8 +76,7 @@ class ProcessPeer:
         self.process: Any = None
         self.conn: Connection | None = None
 
-    def launch(self) -> None:
-        """Let the process start while the caller goes on; `start` waits for it."""
+    def start(self) -> None:
         self.kill()
         context = torch.multiprocessing.get_context("spawn")
         self.buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()
@@ -89,10 +86,6 @@ class ProcessPeer:
         with spinning(SPIN_COUNT):
             self.process.start()
         theirs.close()
-
-    def start(self) -> None:
-        if self.process is None or not self.process.is_alive():
-            self.launch()
         self.answer(self.deadline * START_FACTOR)
 
     def sample(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer]]:
@@ -124,12 +117,10 @@ class ProcessPeer:
     def close(self) -> None:
         if self.process is None:
             return
-        try:
+        with contextlib.suppress(PeerDied, PeerFailed):  # then it is killed like one that does not end
             self.send(("close",))
             self.answer()
             self.process.join(self.deadline)
-        except (PeerDied, PeerFailed):
-            pass
         self.kill()
 
     def kill(self) -> None:

@@ -1,7 +1,6 @@
-"""Every vLLM name that e3fast uses, and the versions it was tested with. Nothing else imports vllm.
+"""Every vLLM name that e3fast uses, and the versions it was tested with.
 
-What the installed version needs done by hand is here too: after a reload with tied embeddings, the output head of a CPU
-build keeps its old, packed weights until they are packed again (vLLM 0.32).
+Nothing else imports vllm but vllm_receiver.py, whose classes inherit from vLLM's; vllm_server.py has its HTTP paths.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def server_command(settings: EngineSettings, host: str, port: int) -> tuple[list
 
 
 class InProcess:
-    """vLLM in this process, on weights that `hand_over` brings."""
+    """vLLM in this process, on weights that `load` brings."""
 
     def __init__(self, settings: EngineSettings) -> None:
         check_version(installed_version())

@@ -39,7 +39,7 @@ class ServerPeer:
 
     def start(self) -> None:
         self.wait()
-        (model,) = self.ask("GET", "/v1/models")["data"]
+        model = self.ask("GET", "/v1/models")["data"][0]
         if model["max_model_len"] < self.max_model_len:
             raise PeerFailed(
                 f"the server at {self.url} has a context of {model['max_model_len']} tokens, the run needs "

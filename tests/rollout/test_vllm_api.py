@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from e3fast.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from e3fast.rollout import open_engine
 from e3fast.rollout.open_engine import check_engine, engine_settings, kv_bytes
-from e3fast.rollout.vllm_api import check_version, engine_arguments, installed_version
+from e3fast.rollout.vllm_api import check_version, engine_arguments
 from tests.tiny import make_model
 
 
@@ -29,11 +30,10 @@ def test_a_missing_vllm_is_said_with_what_to_do():
         check_version(None)
 
 
-def test_a_run_asks_before_it_loads_a_model():
-    config = RunConfig(rollout=RolloutConfig(engine="vllm"))
-    if installed_version() is None:
-        with pytest.raises(ValueError, match="not installed"):
-            check_engine(config)
+def test_a_run_asks_before_it_loads_a_model(monkeypatch):
+    monkeypatch.setattr(open_engine, "installed_version", lambda: None)
+    with pytest.raises(ValueError, match="not installed"):
+        check_engine(RunConfig(rollout=RolloutConfig(engine="vllm")))
     check_engine(RunConfig())
 
 
