@@ -86,6 +86,7 @@ def raw_tokens_per_second(settings: Any, batches: list[list[Request]], answer: A
     from vllm.entrypoints.llm import LLM
     from vllm.sampling_params import SamplingParams
 
+    settings = dataclasses.replace(settings, share_prompts=False)
     arguments = engine_arguments(settings) | {"load_format": "auto", "weight_transfer_config": None}
     llm = LLM(**arguments)
     stop = list(settings.end_tokens)

@@ -76,7 +76,7 @@ def test_vllm_is_named_in_two_files():
             for m in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
         )
     }
-    assert found == {"e3fast.rollout.vllm_api", "e3fast.rollout.vllm_receiver"}
+    assert found == {f"e3fast.rollout.vllm_{name}" for name in ("api", "receiver", "prompts")}
 
 
 def run(code):

