@@ -47,7 +47,7 @@ class PromptSharing(KVConnectorBase_V1, SupportsHMA):
         if leader is None or leader is request or leader.status != RequestStatus.RUNNING:
             self.leaders[prompt] = request
             return 0, False
-        missing = len(prompt) - 1 - num_computed_tokens  # the last token is worked out by each: its logits are asked for
+        missing = len(prompt) - 1 - num_computed_tokens  # each works the last one out: its logits are wanted
         if leader.num_computed_tokens < len(prompt):
             return (None, False) if missing > 0 else (0, False)
         return max(missing, 0), False
