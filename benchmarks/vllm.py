@@ -2,7 +2,7 @@
 
     python -m benchmarks.vllm [--case demo demo-fp32] [--skip-runs] [--save]     in the environment of make setup-vllm
 
-Cases: the demo model in bf16 (demo) and fp32 (demo-fp32). Metrics:
+Cases: the demo model in bf16 (demo), in fp32 (demo-fp32), and with long completions (demo-long). Metrics:
 
 - throughput_over_raw: tokens/s of the adapter over those of LLM.generate on the same requests: unequal counts and
   temperatures, in one call. Processes alternate, two of each, three batches in each after one to warm up.
@@ -11,7 +11,9 @@ Cases: the demo model in bf16 (demo) and fp32 (demo-fp32). Metrics:
   log-probs of a cycle differ from the first's.
 - logprob_mean_abs_diff, logprob_max_abs_diff: learner less engine over the tokens of 64 rollouts, nats.
 - end_to_end_speedup: seconds of `e3fast train runs/quickstart.toml` by transformers over those by vLLM, as whole
-  processes, start of vLLM and evaluations included; run_tokens what each generated.
+  processes, start of vLLM and evaluations included; run_tokens what each generated, trained_tokens what each got a
+  backward pass over: each samples on its own, so the two do not do the same work. Case demo-long is whole runs alone:
+  the same file with completions of up to 128 tokens in place of 20, ten steps, no evaluation.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from e3fast.types import Request
 
 RUN_FILE = Path(__file__).parents[1] / "runs" / "quickstart.toml"
 DTYPES = {"demo": "bf16", "demo-fp32": "fp32"}
+LONG, LONG_STEPS, LONG_TOKENS = "demo-long", 10, 128
 TARGETS = {"throughput_over_raw": 0.9, "end_to_end_speedup": 1.0}  # at least
 LIMITS = {"handover_seconds": 1.0}  # at most
 ROUNDS, BATCHES, CYCLES, SETTLED, NEW_TOKENS = 2, 3, 20, 5, 64
@@ -178,25 +181,37 @@ def resident_mib(process: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
+def run_config(case: str) -> RunConfig:
+    config = load_config(RUN_FILE)
+    if case != LONG:
+        return config
+    return dataclasses.replace(
+        config,
+        rollout=dataclasses.replace(config.rollout, max_new_tokens=LONG_TOKENS),
+        train=dataclasses.replace(config.train, steps=LONG_STEPS),
+        eval=dataclasses.replace(config.eval, num_prompts=0),
+    )
+
+
 def whole_runs(case: str, folder: Path) -> dict[str, list[float]]:
     """One run by each engine, one after the other."""
     from benchmarks.quickstart import run
 
-    config = load_config(RUN_FILE)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=DTYPES[case]))
-    found = {}
+    config, found = run_config(case), {}
     for engine in ("transformers", "vllm"):
         asked = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
         found[engine] = run(asked, folder / f"{case}-{engine}")
-    seconds = [found[engine]["seconds"] for engine in ("transformers", "vllm")]
-    tokens = [found[engine]["metrics"][-1]["total_generated_tokens"] for engine in ("transformers", "vllm")]
-    return {
-        "end_to_end_speedup": [seconds[0] / seconds[1]],
-        "transformers_run_seconds": [seconds[0]],
-        "run_seconds": [seconds[1]],
-        "transformers_run_tokens": [tokens[0]],
-        "run_tokens": [tokens[1]],
-    }
+    figures = {"end_to_end_speedup": [found["transformers"]["seconds"] / found["vllm"]["seconds"]]}
+    for engine, prefix in (("transformers", "transformers_"), ("vllm", "")):
+        steps = found[engine]["metrics"]
+        total = lambda key, steps=steps: [float(sum(step[key] for step in steps))]  # noqa: E731
+        figures |= {
+            f"{prefix}run_seconds": [found[engine]["seconds"]],
+            f"{prefix}generate_seconds": total("seconds/generate"),
+            f"{prefix}run_tokens": total("generated_tokens"),
+            f"{prefix}trained_tokens": total("trained_tokens"),
+        }
+    return figures
 
 
 UNITS = {"throughput_over_raw": "x", "end_to_end_speedup": "x", "cycle_growth_mib": "MiB"}
@@ -216,17 +231,19 @@ def missed(metric: str, values: Sequence[float], case: str) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--case", nargs="+", choices=[*DTYPES, LONG], default=[*DTYPES, LONG])
     parser.add_argument("--skip-runs", action="store_true", help="leave the two whole trainings out")
     parser.add_argument("--save", action="store_true", help="append to benchmarks/results/vllm.csv")
     options = parser.parse_args(argv)
     rows, failed = [], []
     with tempfile.TemporaryDirectory() as name:
         for case in options.case:
-            parts = Parts(case_config(case, f"{name}/{case}"))
-            found = throughput(parts) | cycles(parts)
-            del parts
-            if case == "demo" and not options.skip_runs:
+            found: dict[str, list[float]] = {}
+            if case in DTYPES:
+                parts = Parts(case_config(case, f"{name}/{case}"))
+                found = throughput(parts) | cycles(parts)
+                del parts
+            if case in ("demo", LONG) and not options.skip_runs:
                 found |= whole_runs(case, Path(name))
             rows += [Row(case, "e3fast", metric, values, unit(metric)) for metric, values in found.items()]
             failed += [f"{case} {metric}" for metric, values in found.items() if missed(metric, values, case)]
